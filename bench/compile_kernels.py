@@ -1,0 +1,174 @@
+#!/usr/bin/env python3
+"""Compile the kernels for a GPU architecture, on any machine: no GPU, no driver.
+
+    python bench/compile_kernels.py sm_90 gfx942 --head-dims 512,1024
+
+The host code runs as it does for a call, on small CPU tensors, with Triton told that the device is of the given
+architecture; every launch compiles its kernel and stops there. So what is compiled is what a call would compile, constants,
+strides and alignment included. Printed for each kernel: registers per thread, bytes of stack (spills live there) and
+shared memory. The exit status is 1 if a kernel spills or needs more shared memory than the architecture has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+SHARED_KIB = {
+    "sm_80": 163, "sm_86": 99, "sm_89": 99, "sm_90": 227, "sm_100": 227, "sm_120": 99,
+    "gfx90a": 64, "gfx942": 64, "gfx1201": 64,
+}  # fmt: skip
+"""Shared memory a block may take, in KiB; the architectures the kernels are checked for."""
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What the compiler said of one kernel."""
+
+    kernel: str
+    options: str
+    registers: int
+    spilled: int  # bytes of stack on NVIDIA, registers on AMD
+    shared: int
+
+    def faults(self, arch: str) -> list[str]:
+        limit = SHARED_KIB[arch] * 1024
+        found = []
+        if self.spilled:
+            found.append(f"spills {self.spilled}")
+        if self.shared > limit:
+            found.append(f"needs {self.shared} bytes of shared memory, {arch} has {limit}")
+        return found
+
+
+def target_of(arch: str) -> Any:
+    from triton.backends.compiler import GPUTarget
+
+    if arch.startswith("sm_"):
+        return GPUTarget("cuda", int(arch[3:]), 32)
+    return GPUTarget("hip", arch, 64 if arch.startswith("gfx9") else 32)
+
+
+class _Device:
+    """As much of a Triton driver as compiling takes."""
+
+    def __init__(self, target: Any) -> None:
+        self.target = target
+
+    def get_current_target(self) -> Any:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+@contextmanager
+def compile_only(arch: str) -> Iterator[list[Any]]:
+    """Inside, a launch compiles for ``arch`` and appends (function, keyword arguments, compiled kernel)."""
+    from triton.runtime.driver import driver
+    from triton.runtime.jit import JITFunction
+
+    launches: list[Any] = []
+    run = JITFunction.run
+
+    def compile_and_stop(self: Any, *args: Any, **kwargs: Any) -> Any:
+        kernel = run(self, *args, **{**kwargs, "warmup": True})
+        launches.append((self, kwargs, kernel))
+        return kernel
+
+    functions: set[Any] = set()
+    active = driver._active
+    driver.set_active(_Device(target_of(arch)))
+    JITFunction.run = compile_and_stop
+    try:
+        yield launches
+    finally:
+        JITFunction.run = run
+        driver._active = active
+        functions.update(function for function, _, _ in launches)
+        for function in functions:
+            function.device_caches.clear()  # they remember the architecture
+
+
+def resources(kernel: Any) -> tuple[int, int]:
+    """(registers per thread, bytes or registers spilled) of a compiled kernel."""
+    if "amdgcn" in kernel.asm:
+        text = kernel.asm["amdgcn"]
+        spilled = sum(int(n) for n in re.findall(r"\.(?:vgpr|sgpr)_spill_count:\s*(\d+)", text))
+        return int(re.findall(r"\.vgpr_count:\s*(\d+)", text)[0]), spilled
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.TemporaryDirectory() as folder:
+        cubin = Path(folder, "kernel.cubin")
+        cubin.write_bytes(kernel.asm["cubin"])
+        said = subprocess.run(
+            [str(tool), "--dump-resource-usage", str(cubin)], capture_output=True, text=True, check=True
+        ).stdout
+    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", said).groups()
+    return int(registers), int(stack)
+
+
+def compile_call(arch: str, head_dim: int, dtype: torch.dtype, is_causal: bool) -> list[Compiled]:
+    """Every kernel of one forward and one backward call, each once."""
+    from ffpa_jit.triton import dense
+
+    torch.manual_seed(0)
+    q = torch.randn(1, 2, 256, head_dim, dtype=dtype)
+    k, v = (torch.randn(1, 1, 256, head_dim, dtype=dtype) for _ in range(2))
+    common = {"scale": head_dim**-0.5, "is_causal": is_causal, "arch": arch}
+    with compile_only(arch) as launches:
+        out, lse = dense.forward(q, k, v, **common)
+        lse.zero_()
+        dense.backward(torch.ones_like(q), None, q, k, v, out, lse, needs=(True, True, True), **common)
+    found: dict[str, Compiled] = {}
+    for function, kwargs, kernel in launches:
+        interesting = ("BLOCK_N", "TAIL", "BLOCK_K", "num_warps", "num_stages")
+        options = " ".join(f"{name}={kwargs[name]}" for name in interesting if name in kwargs)
+        found[f"{function.__name__} {kernel.hash}"] = Compiled(
+            function.__name__, options, *resources(kernel), kernel.metadata.shared
+        )
+    return list(found.values())
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("archs", nargs="+", choices=sorted(SHARED_KIB), metavar="ARCH", help=", ".join(SHARED_KIB))
+    parser.add_argument("--head-dims", default="512")
+    parser.add_argument("--dtypes", default="bfloat16")
+    parser.add_argument("--causal", default="0,1", help="0, 1 or both")
+    options = parser.parse_args(argv)
+    wrong = 0
+    for arch in options.archs:
+        for head_dim in options.head_dims.split(","):
+            for dtype in options.dtypes.split(","):
+                for causal in options.causal.split(","):
+                    print(f"{arch}, D={head_dim}, {dtype}{', causal' if causal == '1' else ''}", flush=True)
+                    for c in compile_call(arch, int(head_dim), getattr(torch, dtype), causal == "1"):
+                        faults = c.faults(arch)
+                        wrong += len(faults)
+                        print(
+                            f"  {c.kernel:16} {c.registers:4} registers, {c.spilled} spilled, "
+                            f"{c.shared / 1024:6.1f} of {SHARED_KIB[arch]} KiB shared  {c.options}"
+                            + "".join(f"  FAULT: {fault}" for fault in faults),
+                            flush=True,
+                        )
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    sys.exit(main())

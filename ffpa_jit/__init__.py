@@ -1,0 +1,23 @@
+"""Exact attention for head dims 257 to 1024 in PyTorch.
+
+    from ffpa_jit import ffpa_attn_func
+    out = ffpa_attn_func(query, key, value, is_causal=True, enable_gqa=True)
+
+Importing this package touches no device, compiler, network or log handler, and needs only torch.
+"""
+
+from ffpa_jit.attention import explain, ffpa_attn_func
+from ffpa_jit.backends import Backend, CUDABackend, CuTeDSLBackend, SDPABackend, TritonBackend
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Backend",
+    "CUDABackend",
+    "CuTeDSLBackend",
+    "SDPABackend",
+    "TritonBackend",
+    "__version__",
+    "explain",
+    "ffpa_attn_func",
+]

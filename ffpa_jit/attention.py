@@ -1,0 +1,396 @@
+"""`ffpa_attn_func`, the public function, and `explain`, which tells what it would do.
+
+Here a call is checked, brought to the form the kernels take, and handed to the operator or to SDPA. Order of events:
+named backends are resolved; up to head dim 256 the call goes to SDPA as it was made; inputs are cast under autocast;
+the call is checked and planned; [B, H, N, D] views of the inputs go to the operator.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Literal, overload
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.autograd import forward_ad
+
+from ffpa_jit import dispatch, ops, registry, sdpa, settings
+from ffpa_jit.backends import NAMES, Backend, resolve
+from ffpa_jit.problem import Call, Refusal, batch_shape, device_arch
+
+__all__ = ["explain", "ffpa_attn_func"]
+
+BackendChoice = str | Backend | None
+
+# The tensor types whose operations we may replace. Any other subclass (DTensor, jagged, user-made) gives its own
+# meaning to SDPA and is left to it.
+_PLAIN_TYPES = (Tensor, torch.nn.Parameter, FakeTensor, FunctionalTensor)
+
+_SMALL = "head dims up to 256 are left to SDPA's own kernels"
+
+
+@functools.lru_cache(maxsize=4096)
+def _decide_cached(
+    call: Call, forward: Backend | None, backward: Backend | None, workspace: str | None
+) -> dispatch.Decision:
+    """`dispatch.decide`, remembered. `workspace` is part of the key because backends judge a call by it."""
+    return dispatch.decide(call, forward, backward, installed=False)
+
+
+registry.on_change(_decide_cached.cache_clear)
+
+
+@overload
+def ffpa_attn_func(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    backend: BackendChoice = None,
+    forward_backend: BackendChoice = None,
+    backward_backend: BackendChoice = None,
+    return_lse: Literal[False] = False,
+) -> Tensor: ...
+
+
+@overload
+def ffpa_attn_func(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    backend: BackendChoice = None,
+    forward_backend: BackendChoice = None,
+    backward_backend: BackendChoice = None,
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+
+
+def ffpa_attn_func(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0,  # an int: torch.compile(dynamic=True) makes a symbol of a float and traces twice
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    backend: BackendChoice = None,
+    forward_backend: BackendChoice = None,
+    backward_backend: BackendChoice = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """softmax(scale * query @ key^T) @ value, exactly: SDPA's signature, with fast kernels for head dims 257 to 1024.
+
+    Up to head dim 256 the call goes to `scaled_dot_product_attention` as it was made.
+
+    Args:
+        query: [B, Hq, Nq, D], fp16 or bf16 when D > 256. Any strides. Other ranks are read as SDPA reads them: dim -3
+            is the heads, the dims before it are the batch.
+        key, value: [B, Hkv, Nkv, D] of the same dtype and device; may be the same tensor. Batch dims of size 1
+            broadcast.
+        attn_mask, dropout_p: as in SDPA. Calls with either go to SDPA in this release.
+        is_causal: query r sees the keys k <= r + Nkv - Nq: for D > 256 queries are aligned to the end of the keys, on
+            the SDPA fallback too. (Up to head dim 256 it has SDPA's own meaning.)
+        scale: factor on the scores; None is 1 / sqrt(D). 0.0 is a scale like any other.
+        enable_gqa: let Hq be a multiple of Hkv; key and value are not repeated in memory.
+        backend: a name ("triton", "cuda", "cutedsl", "sdpa") or a Backend object for both directions; None lets the
+            dispatcher choose. A named backend runs or raises; it never falls back.
+        forward_backend, backward_backend: the same for one direction; they win over `backend`.
+        return_lse: also return the log-sum-exp of the scaled scores: fp32, natural logarithm, [B, Hq, Nq], -inf for a
+            row without keys. It is differentiable.
+
+    Returns:
+        out: [B, Hq, Nq, D] in the query's dtype and memory layout; or (out, lse) with `return_lse=True`.
+
+    Raises:
+        TypeError: dtypes other than fp16 and bf16 (D > 256) or not the same; a backend of a wrong type.
+        ValueError: shapes that do not fit, is_causal=True with Nkv < Nq, Hq != Hkv without enable_gqa, an unknown
+            backend.
+        NotImplementedError: a named backend does not run the call; `return_lse=True` where only SDPA runs it; a
+            fallback under `FFPA_JIT_STRICT=1`. The message lists every reason.
+
+        While installed as `torch.nn.functional.scaled_dot_product_attention`, a call that SDPA accepts does not raise:
+        it goes to SDPA.
+    """
+    forward: Backend | None = None
+    backward: Backend | None = None
+    if not (backend is None and forward_backend is None and backward_backend is None):
+        forward, backward = resolve(backend, forward_backend, backward_backend)
+
+    if _is_small(query):
+        if return_lse:
+            raise NotImplementedError(f"return_lse=True: SDPA returns no log-sum-exp, and it runs this call: {_SMALL}")
+        return sdpa.native(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+
+    if attn_mask is None and dropout_p == 0.0 and query.dim() == 4 and ops.unwatched(query, key, value):
+        # The common case, kept short: what was decided for these shapes is remembered.
+        if torch._C._is_any_autocast_enabled():
+            query, key, value = _autocast(query), _autocast(key), _autocast(value)
+        shape, device = query.shape, query.device
+        call = Call(
+            shape,
+            key.shape,
+            value.shape,
+            query.dtype,
+            key.dtype,
+            value.dtype,
+            device,
+            key.device,
+            value.device,
+            device_arch(device.type, device.index),
+            False,
+            0.0,
+            bool(is_causal),
+            bool(enable_gqa),
+            (query.requires_grad or key.requires_grad or value.requires_grad) and torch.is_grad_enabled(),
+            False,
+        )
+        plan = _decide_cached(call, forward, backward, settings.workspace_text()).plan
+        if (
+            plan is not None
+            and plan.forward != "sdpa"
+            and plan.backward != "sdpa"
+            and shape[0] == key.shape[0] == value.shape[0]
+        ):
+            factor = shape[3] ** -0.5 if scale is None else float(scale)
+            out, lse = ops.attend(query, key, value, factor, call.is_causal, plan.forward, plan.backward)
+            return (out, lse) if return_lse else out
+    return _general(
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, forward, backward, return_lse
+    )
+
+
+def _general(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    forward: Backend | None,
+    backward: Backend | None,
+    return_lse: bool,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The whole of `ffpa_attn_func` for every kind of call; plain enough for torch.compile to trace."""
+    foreign = _foreign(query, key, value, attn_mask)
+    if foreign is not None:
+        error = _foreign_error(foreign, forward, backward, return_lse)
+        if error is not None:
+            raise NotImplementedError(error)
+        if forward is None:
+            dispatch.report_fallback("forward", {"triton": (foreign,)})
+        run = sdpa.native if query.is_nested else sdpa.fallback
+        return run(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+
+    installed = _installed()
+    is_causal, enable_gqa = bool(is_causal), bool(enable_gqa)
+    query, key, value = _autocast(query), _autocast(key), _autocast(value)
+    call = _call(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
+    rejection, problem, plan = dispatch.decide(call, forward, backward, installed)
+    if rejection is not None:
+        if installed and not return_lse and forward is None and backward is None:
+            return sdpa.fallback(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        raise rejection.kind(rejection.message)
+    assert problem is not None  # for the type checker: a decision is a rejection or a plan
+    assert plan is not None
+
+    if plan.forward == "sdpa":
+        if return_lse:
+            raise NotImplementedError(
+                "return_lse=True: SDPA returns no log-sum-exp, and it runs this call"
+                + (": it was named" if forward is not None else dispatch.listed(plan.refusals))
+            )
+        if forward is None:
+            dispatch.report_fallback("forward", plan.refusals)
+        return sdpa.fallback(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+
+    if plan.backward == "sdpa" and backward is None:
+        dispatch.report_fallback("backward", plan.refusals)
+    factor = problem.head_dim**-0.5 if scale is None else float(scale)
+    lead = batch_shape(query.shape, key.shape, value.shape)
+    out, lse = ops.flash_attn(
+        _to_4d(query, lead, problem.batch),
+        _to_4d(key, lead, problem.batch),
+        _to_4d(value, lead, problem.batch),
+        factor,
+        is_causal,
+        plan.forward,
+        plan.backward or "",
+    )
+    rank = max(query.dim(), key.dim(), value.dim())
+    if rank != 4:
+        # Two dims have no heads either; more than four have several batch dims.
+        shape = (problem.heads_q, problem.len_q) if rank > 2 else (problem.len_q,)
+        out = out.reshape(*lead, *shape, problem.head_dim_v)
+        lse = lse.reshape(*lead, *shape)
+    return (out, lse) if return_lse else out
+
+
+def explain(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    backend: BackendChoice = None,
+    forward_backend: BackendChoice = None,
+    backward_backend: BackendChoice = None,
+    return_lse: bool = False,
+) -> dispatch.Explanation:
+    """What `ffpa_attn_func` would do with these arguments, without doing it: who would run it and why not the others.
+
+    Takes what `ffpa_attn_func` takes. Needs no GPU and launches nothing; tensors on the "meta" device do as well. A
+    call that would raise is explained too: see `Explanation.error`. Print the result, or read its fields.
+    """
+    summary = (
+        f"query {_shown(query)}, key {_shown(key)}, value {_shown(value)}, {query.dtype} on {query.device}"
+        f"{', causal' if is_causal else ''}{', with attn_mask' if attn_mask is not None else ''}"
+        f"{f', dropout {dropout_p}' if dropout_p else ''}"
+    )
+    try:
+        forward, backward = resolve(backend, forward_backend, backward_backend)
+    except (TypeError, ValueError) as wrong:
+        return dispatch.Explanation(summary, None, None, {}, f"{type(wrong).__name__}: {wrong}")
+    needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
+    error: str | None = None
+    reason: str | None = None
+    if _is_small(query):
+        reason = _SMALL
+        if return_lse:
+            error = f"return_lse=True: SDPA returns no log-sum-exp, and it runs this call: {_SMALL}"
+    else:
+        foreign = _foreign(query, key, value, attn_mask)
+        if foreign is not None:
+            reason = foreign.reason
+            error = _foreign_error(foreign, forward, backward, return_lse)
+            if error is None and forward is None and settings.strict():
+                error = f"{reason}; the call falls back to SDPA, and FFPA_JIT_STRICT=1 forbids that"
+    if reason is not None:
+        others = {name: [reason] for name in NAMES if name != "sdpa"}
+        if error is not None:
+            return dispatch.Explanation(summary, None, None, others, f"NotImplementedError: {error}")
+        return dispatch.Explanation(summary, "sdpa", "sdpa" if needs_grad else None, others)
+    query, key, value = _autocast(query), _autocast(key), _autocast(value)
+    call = _call(query, key, value, attn_mask, dropout_p, bool(is_causal), bool(enable_gqa))
+    return dispatch.explain_call(summary, call, forward, backward, _installed(), return_lse)
+
+
+def _is_small(query: Tensor) -> bool:
+    """Whether a call is SDPA's from the start: a head dim that its own kernels serve, or no attention shape at all."""
+    if not isinstance(query, Tensor):
+        return True  # SDPA has the right TypeError
+    return not query.is_nested and (query.dim() < 2 or query.shape[-1] <= 256)
+
+
+def _foreign(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None) -> Refusal | None:
+    """Why these tensors cannot be handed to kernels at all, whatever the call; None if they can."""
+    for tensor in (query, key, value, attn_mask):
+        if tensor is not None and type(tensor) not in _PLAIN_TYPES:
+            return Refusal("subclass", f"{type(tensor).__name__} arguments give SDPA a meaning of their own")
+        if tensor is not None and tensor.is_nested:
+            return Refusal("subclass", "nested tensors give SDPA a meaning of their own")
+    if not torch.compiler.is_compiling() and (
+        torch._C._functorch.maybe_current_level() is not None or forward_ad._current_level >= 0
+    ):
+        return Refusal("transform", "torch.func transforms and forward-mode derivatives are SDPA's to differentiate")
+    return None
+
+
+def _foreign_error(foreign: Refusal, forward: Backend | None, backward: Backend | None, return_lse: bool) -> str | None:
+    """What a call with `foreign` tensors raises, if it asks for more than SDPA."""
+    for named in (forward, backward):
+        if named is not None and named.name != "sdpa":
+            return f"backend {named.name!r} does not run this call: [{foreign.code}] {foreign.reason}"
+    if return_lse:
+        return f"return_lse=True: SDPA returns no log-sum-exp, and it runs this call: {foreign.reason}"
+    return None
+
+
+def _shown(tensor: Tensor) -> str:
+    return "nested" if tensor.is_nested else str(list(tensor.shape))
+
+
+def _installed() -> bool:
+    """Whether this function stands in for `torch.nn.functional.scaled_dot_product_attention` right now."""
+    return F.scaled_dot_product_attention is ffpa_attn_func
+
+
+def _autocast(tensor: Tensor) -> Tensor:
+    """`tensor` as autocast would hand it to SDPA: floating tensors but float64 in the autocast dtype."""
+    device_type = tensor.device.type
+    if (
+        device_type != "meta"
+        and torch.is_autocast_enabled(device_type)
+        and tensor.is_floating_point()
+        and tensor.dtype != torch.float64
+    ):
+        return tensor.to(torch.get_autocast_dtype(device_type))
+    return tensor
+
+
+def _call(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    enable_gqa: bool,
+) -> Call:
+    grad = torch.is_grad_enabled()
+    return Call(
+        query.shape,
+        key.shape,
+        value.shape,
+        query.dtype,
+        key.dtype,
+        value.dtype,
+        query.device,
+        key.device,
+        value.device,
+        device_arch(query.device.type, query.device.index),
+        attn_mask is not None,
+        dropout_p,
+        is_causal,
+        enable_gqa,
+        grad and (query.requires_grad or key.requires_grad or value.requires_grad),
+        grad and attn_mask is not None and attn_mask.requires_grad,
+    )
+
+
+def _to_4d(tensor: Tensor, lead: tuple[int, ...], batch: int) -> Tensor:
+    """`tensor` as [B, H, N, D]: batch dims broadcast to `lead` and joined. A view wherever one exists."""
+    if tensor.dim() == 2:
+        tensor = tensor.unsqueeze(0)
+    if len(lead) == 0:
+        return tensor.unsqueeze(0)
+    if len(lead) == 1 and tensor.dim() == 4 and tensor.shape[0] == batch:
+        return tensor
+    tensor = tensor.expand(*lead, *tensor.shape[-3:])
+    return tensor if len(lead) == 1 else tensor.reshape(batch, *tensor.shape[-3:])
+
+
+# A constant under torch.compile: what torch.compiler.assume_constant_result sets, without importing the compiler.
+# Whoever patches F retraces anyway, because the name that the traced code called has changed.
+_installed._dynamo_marked_constant = True  # type: ignore[attr-defined]

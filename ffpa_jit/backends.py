@@ -1,0 +1,273 @@
+"""The backend objects: which implementation runs which direction, and its options.
+
+They hold options only and never touch a device, so building one is always safe. All are frozen and hashable; a wrong
+value is an error when the object is built, not when the call runs.
+
+A side is chosen with strings (`"triton"`, `"cuda"`, `"cutedsl"`, `"sdpa"`) or with these objects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+__all__ = ["NAMES", "Backend", "CUDABackend", "CuTeDSLBackend", "SDPABackend", "TritonBackend", "resolve"]
+
+NAMES = ("triton", "cuda", "cutedsl", "sdpa")
+
+_STORAGE_DTYPES: dict[Any, torch.dtype | None] = {
+    None: None,
+    "fp16": torch.float16,
+    "float16": torch.float16,
+    "fp32": torch.float32,
+    "float32": torch.float32,
+    torch.float16: torch.float16,
+    torch.float32: torch.float32,
+}
+
+
+def _require_bool(owner: object, field: str, value: object, *, optional: bool = False) -> None:
+    if isinstance(value, bool) or (optional and value is None):
+        return
+    allowed = "True, False or None" if optional else "True or False"
+    raise TypeError(f"{type(owner).__name__}({field}={value!r}): {field} must be {allowed}")
+
+
+def _storage_dtype(owner: object, field: str, value: object) -> torch.dtype | None:
+    """`value` as a dtype or None; ValueError for anything that is not fp16 or fp32."""
+    try:
+        return _STORAGE_DTYPES[value]
+    except (KeyError, TypeError):
+        raise ValueError(
+            f"{type(owner).__name__}({field}={value!r}): {field} must be None, torch.float16, torch.float32, "
+            "'fp16' or 'fp32'"
+        ) from None
+
+
+@dataclass(frozen=True)
+class Backend:
+    """A backend by name, and which directions this object chooses it for.
+
+    `name`: one of `"triton"`, `"cuda"`, `"cutedsl"`, `"sdpa"`.
+    `forward`, `backward`: whether the object stands for that direction. Both None means both; if exactly one is given,
+    the other is its negation (`TritonBackend(forward=True)` is a forward-only choice). Both False is a ValueError.
+
+    After construction `forward` and `backward` are plain booleans. `Backend("triton")` means `TritonBackend()`.
+    """
+
+    name: str
+    forward: bool | None = None
+    backward: bool | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str):
+            raise TypeError(f"{type(self).__name__}(name={self.name!r}): name must be a string, one of {_listed()}")
+        own = getattr(type(self), "_own_name", None)
+        if own is not None and self.name != own:
+            raise ValueError(f"{type(self).__name__}(name={self.name!r}): this class is the {own!r} backend; omit name")
+        if self.name not in NAMES:
+            raise ValueError(f"Backend(name={self.name!r}): unknown backend; choose one of {_listed()}")
+        _require_bool(self, "forward", self.forward, optional=True)
+        _require_bool(self, "backward", self.backward, optional=True)
+        forward, backward = self.forward, self.backward
+        if forward is None and backward is None:
+            forward, backward = self._both_unset()
+        elif forward is None:
+            forward = not backward
+        elif backward is None:
+            backward = not forward
+        if not (forward or backward):
+            raise ValueError(
+                f"{type(self).__name__}(forward=False, backward=False) chooses nothing; set one of them to True"
+            )
+        self._set("forward", forward)
+        self._set("backward", backward)
+
+    def _both_unset(self) -> tuple[bool, bool]:
+        """The sides an object stands for when it names none: those its backend has."""
+        return (True, False) if self.name == "cuda" else (True, True)
+
+    def _set(self, field: str, value: object) -> None:
+        # The dataclass is frozen for its users; __post_init__ still has to store the normalised value.
+        object.__setattr__(self, field, value)
+
+
+@dataclass(frozen=True)
+class SDPABackend(Backend):
+    """PyTorch's own `scaled_dot_product_attention`.
+
+    As a forward choice the whole call goes to SDPA (causal masks stay bottom-right). As a backward choice after another
+    forward, the gradients come from running SDPA again on the saved inputs.
+
+    `high_precision_grad`: accepted for compatibility. The recomputed SDPA already accumulates in fp32 and rounds every
+    gradient once, so there is no second precision to select.
+    """
+
+    name: str = "sdpa"
+    high_precision_grad: bool = False
+
+    _own_name = "sdpa"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _require_bool(self, "high_precision_grad", self.high_precision_grad)
+
+
+@dataclass(frozen=True)
+class TritonBackend(Backend):
+    """The two-phase Triton kernels, forward and backward; the default where they run.
+
+    `autotune`: reserved for measuring configurations on this device before the call runs. In this release shipped
+        configurations, chosen by architecture, head dim and dtype, are used whatever its value.
+    `autotune_mode`: how wide such a search is, `"fast"` or `"max"`.
+    `enable_tma`: accepted; the kernels decide by themselves where the hardware's tensor copy engine pays.
+    `enable_ws`: accepted; warp specialisation is a property of a shipped configuration, not of a call.
+    `persist_dkdv`: accepted; dK and dV are always accumulated in fp32 in registers, over all queries, before one
+        rounding.
+    `split_launch`: accepted; the backward always computes dQ and dK/dV in separate launches over stored tiles.
+    `preprocess_d_chunk`: accepted; the row sums of dO·O read D in pieces that fit registers at every head dim.
+    `grad_kv_storage_dtype`, `grad_q_storage_dtype`: None, `torch.float16`, `torch.float32`, `"fp16"` or `"fp32"`;
+        accepted. Gradients are accumulated in fp32 and rounded once to the input's dtype, so no lower-precision partial
+        result exists that a wider storage could protect.
+    """
+
+    name: str = "triton"
+    autotune: bool = False
+    autotune_mode: str = "fast"
+    enable_tma: bool = False
+    enable_ws: bool = False
+    persist_dkdv: bool = False
+    split_launch: bool = False
+    preprocess_d_chunk: bool = False
+    grad_kv_storage_dtype: torch.dtype | str | None = None
+    grad_q_storage_dtype: torch.dtype | str | None = None
+
+    _own_name = "triton"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for field in ("autotune", "enable_tma", "enable_ws", "persist_dkdv", "split_launch", "preprocess_d_chunk"):
+            _require_bool(self, field, getattr(self, field))
+        if self.autotune_mode not in ("fast", "max"):
+            raise ValueError(f"TritonBackend(autotune_mode={self.autotune_mode!r}): choose 'fast' or 'max'")
+        for field in ("grad_kv_storage_dtype", "grad_q_storage_dtype"):
+            self._set(field, _storage_dtype(self, field, getattr(self, field)))
+
+
+@dataclass(frozen=True)
+class CUDABackend(Backend):
+    """Hand-written CUDA kernels, forward only. Declared in this release: a call that names it raises.
+
+    As `backend=CUDABackend()` (or `backend="cuda"`) it takes the forward, and the backward goes to Triton.
+
+    `acc`: the accumulator of the matrix products, `"f32"` or `"f16"` (fp16 inputs only).
+    `stages`: depth of the copy pipeline, 1 to 8; None lets the device decide.
+    """
+
+    name: str = "cuda"
+    acc: str = "f32"
+    stages: int | None = None
+
+    _own_name = "cuda"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.backward:
+            raise ValueError("CUDABackend has a forward only; drop backward=True and set backward_backend='triton'")
+        if self.acc not in ("f32", "f16"):
+            raise ValueError(f"CUDABackend(acc={self.acc!r}): choose 'f32' or 'f16'")
+        if self.stages is not None:
+            if isinstance(self.stages, bool) or not isinstance(self.stages, int):
+                raise TypeError(f"CUDABackend(stages={self.stages!r}): stages must be an int from 1 to 8, or None")
+            if not 1 <= self.stages <= 8:
+                raise ValueError(f"CUDABackend(stages={self.stages}): stages must be from 1 to 8, or None")
+
+
+@dataclass(frozen=True)
+class CuTeDSLBackend(Backend):
+    """Kernels in NVIDIA's CuTe DSL, forward and backward. Declared in this release: a call that names it raises.
+
+    `grad_kv_storage_dtype`: None, `torch.float16`, `torch.float32`, `"fp16"` or `"fp32"`; accepted. dK and dV are
+        accumulated in fp32 and rounded once, so there is no intermediate buffer to widen.
+    """
+
+    name: str = "cutedsl"
+    grad_kv_storage_dtype: torch.dtype | str | None = None
+
+    _own_name = "cutedsl"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._set("grad_kv_storage_dtype", _storage_dtype(self, "grad_kv_storage_dtype", self.grad_kv_storage_dtype))
+
+
+def _listed() -> str:
+    return ", ".join(repr(name) for name in NAMES)
+
+
+# One default object a name: a string never builds anything, also not while torch.compile traces.
+DEFAULTS: dict[str, Backend] = {
+    "triton": TritonBackend(),
+    "cuda": CUDABackend(),
+    "cutedsl": CuTeDSLBackend(),
+    "sdpa": SDPABackend(),
+}
+_CLASSES: dict[str, Callable[..., Backend]] = {name: type(instance) for name, instance in DEFAULTS.items()}
+
+
+def _as_backend(argument: str, value: object) -> Backend | None:
+    """`value`, given as `argument=`, as a concrete backend object; None stays None."""
+    if value is None:
+        return None
+    if isinstance(value, str):
+        if value not in DEFAULTS:
+            raise ValueError(f"{argument}={value!r}: unknown backend; choose one of {_listed()}")
+        return DEFAULTS[value]
+    if not isinstance(value, Backend):
+        raise TypeError(
+            f"{argument} must be one of {_listed()}, a Backend object or None, got {type(value).__name__}: {value!r}"
+        )
+    if type(value) is Backend:
+        return _CLASSES[value.name](forward=value.forward, backward=value.backward)
+    return value
+
+
+def _side(argument: str, direction: str, value: object) -> Backend | None:
+    chosen = _as_backend(argument, value)
+    if chosen is None or getattr(chosen, direction):
+        return chosen
+    other = "backward" if direction == "forward" else "forward"
+    if chosen.name == "cuda":
+        raise ValueError(f"{argument}={value!r}: the CUDA backend has a forward only; choose 'triton' or 'sdpa'")
+    raise ValueError(
+        f"{argument}={value!r} is set up for the {other} only; build it with {direction}=True, or pass it as "
+        f"{other}_backend"
+    )
+
+
+def resolve(
+    backend: str | Backend | None,
+    forward_backend: str | Backend | None,
+    backward_backend: str | Backend | None,
+) -> tuple[Backend | None, Backend | None]:
+    """The backends that the caller named for (forward, backward); None where the dispatcher may choose.
+
+    `backend` fills the sides it stands for; an explicit side wins over it. `backend="cuda"` leaves its missing backward
+    to Triton. Errors: ValueError for an unknown name or an object given for a side it does not have, TypeError for
+    anything that is neither a string nor a Backend.
+    """
+    both = _as_backend("backend", backend)
+    forward = _side("forward_backend", "forward", forward_backend)
+    backward = _side("backward_backend", "backward", backward_backend)
+    if both is not None:
+        if forward is None and both.forward:
+            forward = both
+        if backward is None:
+            if both.backward:
+                backward = both
+            elif both.name == "cuda":
+                backward = DEFAULTS["triton"]
+    return forward, backward

@@ -1,0 +1,306 @@
+"""What one attention call is: `Problem`, its static description, and the checks that decide whether it is one.
+
+Nothing here reads tensor data or launches anything. All functions work on shapes, dtypes and flags, with SymInt sizes
+too, and are plain enough for torch.compile to trace.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from ffpa_jit import settings
+
+__all__ = ["MAX_HEAD_DIM", "MIN_HEAD_DIM", "Call", "Problem", "Refusal", "Rejection", "device_arch"]
+
+# SDPA's own kernels serve head dims up to 256; above 1024 nothing here does.
+MIN_HEAD_DIM = 257
+MAX_HEAD_DIM = 1024
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why a backend does not run a call.
+
+    `code`: short and stable, for programs and for warning once ("dtype", "head_dim", "mask", "dropout", "device", ...).
+    `reason`: one sentence with what came, what is allowed and what to do.
+    """
+
+    code: str
+    reason: str
+
+
+class Rejection(NamedTuple):
+    """The contract does not allow the call: the exception that says so."""
+
+    kind: type[Exception]
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """The static description of one call with [B, H, N, D] tensors; sizes may be `torch.SymInt` while tracing."""
+
+    batch: int
+    heads_q: int
+    heads_kv: int
+    len_q: int
+    len_kv: int
+    head_dim: int
+    head_dim_v: int
+    dtype: torch.dtype
+    device_type: str
+    device_index: int | None
+    arch: str
+    is_causal: bool
+    has_mask: bool
+    dropout_p: float
+    needs_grad: bool
+    mask_needs_grad: bool
+
+    @classmethod
+    def from_tensors(
+        cls,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+    ) -> Problem:
+        """The problem of a call with [B, H, N, D] tensors that has passed the checks; grad mode is read from torch."""
+        grad = torch.is_grad_enabled()
+        return cls(
+            batch=query.shape[0],
+            heads_q=query.shape[1],
+            heads_kv=key.shape[1],
+            len_q=query.shape[2],
+            len_kv=key.shape[2],
+            head_dim=query.shape[3],
+            head_dim_v=value.shape[3],
+            dtype=query.dtype,
+            device_type=query.device.type,
+            device_index=query.device.index,
+            arch=device_arch(query.device.type, query.device.index),
+            is_causal=is_causal,
+            has_mask=attn_mask is not None,
+            dropout_p=dropout_p,
+            needs_grad=grad and (query.requires_grad or key.requires_grad or value.requires_grad),
+            mask_needs_grad=grad and attn_mask is not None and attn_mask.requires_grad,
+        )
+
+
+class Call(NamedTuple):
+    """Everything about a call that a decision may depend on, hashable when the sizes are plain ints.
+
+    Shapes are as the caller gave them; dtypes are those after autocast.
+    """
+
+    query_shape: Sequence[int]
+    key_shape: Sequence[int]
+    value_shape: Sequence[int]
+    query_dtype: torch.dtype
+    key_dtype: torch.dtype
+    value_dtype: torch.dtype
+    query_device: torch.device
+    key_device: torch.device
+    value_device: torch.device
+    arch: str
+    has_mask: bool
+    dropout_p: float
+    is_causal: bool
+    enable_gqa: bool
+    needs_grad: bool
+    mask_needs_grad: bool
+
+
+def canonical_shape(shape: Sequence[int]) -> tuple[int, int, int, int]:
+    """`shape` as [B, H, N, D]: leading dims are joined into B, missing ones are 1, dim -3 is always the heads.
+
+    That is how SDPA reads its arguments, so a 3-D tensor is [H, N, D].
+    """
+    batch = 1
+    for size in shape[:-3]:
+        batch = batch * size
+    heads = shape[-3] if len(shape) > 2 else 1
+    return batch, heads, shape[-2], shape[-1]
+
+
+def describe(call: Call) -> Problem | Rejection:
+    """The [B, H, N, D] problem that `call` states, or why the contract rejects it.
+
+    For head dims above 256 only. `Rejection` carries a TypeError (dtypes) or a ValueError (shapes, flags, devices); the
+    message names the argument, what came, what is allowed and what to do.
+    """
+    wrong = _wrong_dtype(call) or _wrong_device(call) or _wrong_rank(call)
+    if wrong is not None:
+        return wrong
+    _, heads_q, len_q, head_dim = canonical_shape(call.query_shape)
+    _, heads_kv, len_kv, head_dim_k = canonical_shape(call.key_shape)
+    _, heads_v, len_v, head_dim_v = canonical_shape(call.value_shape)
+    if head_dim_k != head_dim:
+        return Rejection(
+            ValueError,
+            f"query has head dim {head_dim} and key {head_dim_k}; their last dimensions must be equal",
+        )
+    if len_v != len_kv:
+        return Rejection(ValueError, f"key has {len_kv} positions and value {len_v}; they must have the same number")
+    wrong = _wrong_heads(heads_q, heads_kv, heads_v, call.enable_gqa) or _wrong_batch(call)
+    if wrong is not None:
+        return wrong
+    if call.is_causal and call.has_mask:
+        return Rejection(
+            ValueError,
+            "attn_mask and is_causal=True were both given; pass one of them, with the causal part inside attn_mask",
+        )
+    if call.is_causal and len_kv < len_q:
+        return Rejection(
+            ValueError,
+            f"is_causal=True with {len_q} queries and {len_kv} keys: the queries are aligned to the end of the keys, "
+            "so there must be at least as many keys; drop the queries without a key, or pass an attn_mask",
+        )
+    if not 0.0 <= call.dropout_p <= 1.0:
+        return Rejection(ValueError, f"dropout_p={call.dropout_p} is not a probability; pass a number from 0 to 1")
+    batch = 1
+    for size in batch_shape(call.query_shape, call.key_shape, call.value_shape):
+        batch = batch * size
+    return Problem(
+        batch=batch,
+        heads_q=heads_q,
+        heads_kv=heads_kv,
+        len_q=len_q,
+        len_kv=len_kv,
+        head_dim=head_dim,
+        head_dim_v=head_dim_v,
+        dtype=call.query_dtype,
+        device_type=call.query_device.type,
+        device_index=call.query_device.index,
+        arch=call.arch,
+        is_causal=call.is_causal,
+        has_mask=call.has_mask,
+        dropout_p=call.dropout_p,
+        needs_grad=call.needs_grad,
+        mask_needs_grad=call.mask_needs_grad,
+    )
+
+
+def batch_shape(*shapes: Sequence[int]) -> tuple[int, ...]:
+    """The dims before [H, N, D] that `shapes` broadcast to; they must be known to be compatible."""
+    rank = max(len(shape) for shape in shapes) - 3
+    result = []
+    for axis in range(-3 - rank, -3):
+        size = 1
+        for shape in shapes:
+            if len(shape) >= -axis and shape[axis] != 1:
+                size = shape[axis]
+        result.append(size)
+    return tuple(result)
+
+
+def _wrong_dtype(call: Call) -> Rejection | None:
+    query, key, value = call.query_dtype, call.key_dtype, call.value_dtype
+    if query != key or query != value:
+        return Rejection(
+            TypeError,
+            f"query, key and value have dtypes {query}, {key} and {value}; they must be the same: cast them, or run "
+            "under torch.autocast",
+        )
+    return None
+
+
+def dtype_rejection(dtype: torch.dtype, head_dim: int) -> Rejection | None:
+    """The TypeError for a head dim above 256 in a dtype other than fp16 and bf16."""
+    if dtype in _HALF:
+        return None
+    return Rejection(
+        TypeError,
+        f"query has dtype {dtype} and head dim {head_dim}; above head dim 256 the inputs must be torch.float16 or "
+        "torch.bfloat16: cast them, run under torch.autocast, or call torch's scaled_dot_product_attention",
+    )
+
+
+def _wrong_device(call: Call) -> Rejection | None:
+    query, key, value = call.query_device, call.key_device, call.value_device
+    if query != key or query != value:
+        return Rejection(ValueError, f"query, key and value are on {query}, {key} and {value}; move them to one device")
+    return None
+
+
+def _wrong_rank(call: Call) -> Rejection | None:
+    if len(call.query_shape) < 2 or len(call.key_shape) < 2 or len(call.value_shape) < 2:
+        return Rejection(
+            ValueError,
+            f"query, key and value have {len(call.query_shape)}, {len(call.key_shape)} and {len(call.value_shape)} "
+            "dimensions; pass tensors of shape [batch, heads, length, head_dim]",
+        )
+    return None
+
+
+def _wrong_heads(heads_q: int, heads_kv: int, heads_v: int, enable_gqa: bool) -> Rejection | None:
+    if heads_v != heads_kv:
+        return Rejection(
+            ValueError, f"key has {heads_kv} heads and value {heads_v}; they must have the same number of heads"
+        )
+    if heads_q == heads_kv:
+        return None
+    if not enable_gqa:
+        return Rejection(
+            ValueError,
+            f"query has {heads_q} heads and key/value {heads_kv}; pass enable_gqa=True for grouped-query attention",
+        )
+    if heads_kv == 0 or heads_q % heads_kv != 0:
+        return Rejection(
+            ValueError,
+            f"enable_gqa=True with {heads_q} query heads and {heads_kv} key/value heads; the first must be a multiple "
+            "of the second",
+        )
+    return None
+
+
+def _wrong_batch(call: Call) -> Rejection | None:
+    shapes = (call.query_shape, call.key_shape, call.value_shape)
+    whole = batch_shape(*shapes)
+    for shape in shapes:
+        for axis in range(-3 - len(whole), -3):
+            if len(shape) >= -axis and shape[axis] != 1 and shape[axis] != whole[axis + 3]:
+                return Rejection(
+                    ValueError,
+                    f"query, key and value have shapes {list(call.query_shape)}, {list(call.key_shape)} and "
+                    f"{list(call.value_shape)}; their batch dimensions must be equal or 1",
+                )
+    return None
+
+
+def device_arch(device_type: str, device_index: int | None) -> str:
+    """The architecture kernels would be built for: "sm_90", "gfx942", "cpu", "interpreter", or "unknown".
+
+    CPU tensors mean "interpreter" while `TRITON_INTERPRET=1`. A CUDA device is asked once a process.
+    """
+    if device_type == "cuda":
+        try:
+            return _cuda_arch(device_index)
+        except (RuntimeError, AssertionError):
+            # A fake CUDA tensor on a machine without a device: describable, not runnable.
+            return "unknown"
+    if device_type == "cpu" and settings.interpreter():
+        return "interpreter"
+    return device_type
+
+
+@functools.cache
+def _cuda_arch(device_index: int | None) -> str:
+    if torch.version.hip is not None:
+        name: str = torch.cuda.get_device_properties(device_index).gcnArchName
+        return name.split(":")[0]
+    major, minor = torch.cuda.get_device_capability(device_index)
+    return f"sm_{major}{minor}"
+
+
+# A constant under torch.compile: what torch.compiler.assume_constant_result sets, without importing the compiler.
+device_arch._dynamo_marked_constant = True  # type: ignore[attr-defined]

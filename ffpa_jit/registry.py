@@ -1,0 +1,145 @@
+"""The table of backend implementations: name -> the object with the four verbs, imported when first asked for.
+
+The table sits below the dispatcher and the ops, which both look backends up by name, so that a compiled graph carries a
+name and never an object. Importing this module imports no backend.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol, cast
+
+import torch
+
+from ffpa_jit.problem import Problem, Refusal
+
+__all__ = ["Implementation", "get", "missing", "on_change", "replaced"]
+
+
+class Implementation(Protocol):
+    """The four verbs of a backend; tensors are [B, H, N, D] of one dtype on one device."""
+
+    name: str
+
+    def refusals(self, problem: Problem, options: Any, *, direction: str) -> list[Refusal]:
+        """Why this backend does not run `problem` in `direction` ("forward" or "backward"); empty: it does."""
+        ...
+
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, scale: float, is_causal: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(out with the memory layout of `torch.empty_like(query)`, lse: fp32 natural log [B, Hq, Nq])."""
+        ...
+
+    def backward(
+        self,
+        grad_out: torch.Tensor,
+        grad_lse: torch.Tensor | None,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        *,
+        scale: float,
+        is_causal: bool,
+        needs: tuple[bool, bool, bool],
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+        """The gradients of query, key and value that `needs` asks for, laid out as `torch.empty_like` of each."""
+        ...
+
+    def warm(self, problem: Problem) -> None:
+        """Compile what `problem` needs, so that its first call does not."""
+        ...
+
+
+class _NotBuilt:
+    """A backend that is declared but has no kernels in this release: it refuses everything."""
+
+    def __init__(self, name: str, title: str) -> None:
+        self.name = name
+        self._reason = f"the {title} backend has no kernels in this release; use 'triton'"
+
+    def refusals(self, problem: Problem, options: Any, *, direction: str) -> list[Refusal]:
+        return [Refusal("not-built", self._reason)]
+
+    def forward(self, *tensors: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        raise NotImplementedError(self._reason)
+
+    def backward(self, *tensors: torch.Tensor | None, **options: Any) -> tuple[torch.Tensor | None, ...]:
+        raise NotImplementedError(self._reason)
+
+    def warm(self, problem: Problem) -> None:
+        raise NotImplementedError(self._reason)
+
+
+# name -> (module that holds the object as BACKEND, distributions' top-level modules it needs and how to get them)
+_MODULES = {"triton": ("ffpa_jit.triton.backend", (("triton", "pip install triton"),))}
+
+_loaded: dict[str, Implementation] = {
+    "cuda": cast(Implementation, _NotBuilt("cuda", "CUDA")),
+    "cutedsl": cast(Implementation, _NotBuilt("cutedsl", "CuTe-DSL")),
+}
+_listeners: list[Callable[[], None]] = []
+
+
+def _present(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except (ImportError, ValueError):
+        return False  # blocked, or half-imported: not usable either way
+
+
+def missing(name: str) -> Refusal | None:
+    """The refusal of a backend whose package is not installed; None when all is there, and the backend's module loaded.
+
+    A package is looked for, not imported, and a backend's module imports it only when it launches.
+    """
+    if name not in _loaded:
+        module, packages = _MODULES[name]
+        for package, remedy in packages:
+            if not _present(package):
+                return Refusal("not-installed", f"{package} is not installed: {remedy}")
+        _loaded[name] = cast(Implementation, importlib.import_module(module).BACKEND)
+    return None
+
+
+def get(name: str) -> Implementation:
+    """The implementation called `name`, loaded when needed; NotImplementedError if its package is not installed."""
+    implementation = _loaded.get(name)
+    if implementation is None:
+        absent = missing(name)
+        if absent is not None:
+            raise NotImplementedError(absent.reason)
+        implementation = _loaded[name]
+    return implementation
+
+
+def on_change(listener: Callable[[], None]) -> None:
+    """Call `listener` whenever an implementation is replaced, so that decisions made with the old one can go."""
+    _listeners.append(listener)
+
+
+@contextlib.contextmanager
+def replaced(name: str, implementation: Implementation) -> Iterator[None]:
+    """Inside the block, `implementation` answers to `name`. For tests and for trying a backend of one's own."""
+    before = _loaded.get(name)
+    _loaded[name] = implementation
+    for listener in _listeners:
+        listener()
+    try:
+        yield
+    finally:
+        if before is None:
+            del _loaded[name]
+        else:
+            _loaded[name] = before
+        for listener in _listeners:
+            listener()
+
+
+# A constant under torch.compile: what torch.compiler.assume_constant_result sets, without importing the compiler.
+missing._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -1,0 +1,79 @@
+"""Tile shapes per GPU architecture, read from ``configs/*.json``.
+
+A file lists, for each kernel, the K step, warps and pipeline stages, and for the value phase the output widths
+``[BLOCK_N, TAIL]`` it may use with their relative rate; ``value_tiling`` picks the widths for a head dim.
+Every shipped entry is compiled in the tests for every architecture it serves, with spills and shared memory checked.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib import resources
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """One kernel's launch configuration; ``block_n`` and ``tail`` only concern the value phase."""
+
+    block_k: int
+    warps: int
+    stages: int
+    block_n: int = 0
+    tail: int = 0
+
+    @property
+    def width(self) -> int:
+        return self.block_n + self.tail
+
+    def options(self) -> dict[str, int]:
+        return {"num_warps": self.warps, "num_stages": self.stages}
+
+
+FAMILIES = {
+    "sm_80": ("sm_80", "sm_87"),
+    "sm_86": ("sm_86", "sm_89", "sm_120", "sm_121"),
+    "sm_90": ("sm_90", "sm_100", "sm_103", "sm_110"),
+    "gfx9": ("gfx90a", "gfx942", "gfx950"),
+    "gfx12": ("gfx1100", "gfx1101", "gfx1200", "gfx1201"),
+    "interpreter": ("interpreter",),
+}
+"""Configuration file -> the architectures it serves."""
+
+
+@lru_cache(maxsize=None)
+def family(arch: str) -> str | None:
+    """The configuration that serves an architecture, or None."""
+    return next((name for name, members in FAMILIES.items() if arch in members), None)
+
+
+@lru_cache(maxsize=None)
+def _load(name: str) -> dict[str, Any]:
+    return json.loads(resources.files(__package__).joinpath("configs", f"{name}.json").read_text())
+
+
+def _table(arch: str) -> dict[str, Any]:
+    name = family(arch)
+    if name is None:
+        raise KeyError(f"no kernel configuration for {arch}")
+    return _load(name)
+
+
+@lru_cache(maxsize=None)
+def score_tiling(arch: str, direction: str) -> Tiling:
+    """Configuration of ``score_forward`` or ``score_backward``."""
+    return Tiling(**_table(arch)[f"score_{direction}"])
+
+
+@lru_cache(maxsize=None)
+def value_tiling(arch: str, direction: str, head_dim: int) -> Tiling:
+    """Configuration of a value kernel: the widths that cover ``head_dim`` at the least estimated cost."""
+
+    def cost(entry: dict[str, Any]) -> float:
+        width = entry["block_n"] + entry.get("tail", 0)
+        return -(-head_dim // width) * width / entry["rate"]
+
+    best = min(_table(arch)[f"value_{direction}"], key=cost)
+    return Tiling(**{k: v for k, v in best.items() if k != "rate"})

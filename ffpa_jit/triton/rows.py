@@ -1,0 +1,166 @@
+"""Row-wise kernels around the two phases: combine, delta and the sum of partial gradients. All are memory bound."""
+
+import triton
+import triton.language as tl
+
+from .geometry import slot_of, visible_tiles_of
+
+LN2 = tl.constexpr(0.6931471805599453)
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit(do_not_specialize=["len_q", "row_first", "head_first", "m_tiles", "n_tiles", "slots", "offset"])
+def combine(
+    p_ptr, tile_reference_ptr, tile_sum_ptr, tile_mass_ptr, inverse_sum_ptr, lse_ptr,
+    len_q, row_first, head_first, m_tiles, n_tiles, slots, offset,
+    CAUSAL: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """One reference, one sum and the LSE per row; tiles stored against another reference are brought to it.
+
+    Writes ``1 / sum of stored P`` [heads, m_tiles * TILE] and ``lse`` [B * Hq, len_q] (natural log). A row's reference is the
+    largest of its tiles', so every factor is a power of two in [0, 1] and scaling a tile cannot overflow.
+    """
+    pid = tl.program_id(0)
+    z = pid // m_tiles
+    m_tile = pid % m_tiles
+    lanes = tl.arange(0, TILE)
+    start = z * slots + slot_of(m_tile, 0, n_tiles, offset, CAUSAL, TILE)
+    tiles = visible_tiles_of(m_tile, n_tiles, offset, CAUSAL, TILE)
+
+    highest = tl.full([TILE], float("-inf"), tl.float32)
+    lowest = tl.full([TILE], float("inf"), tl.float32)
+    for t in tl.range(0, tiles, CHUNK):
+        tile = t + tl.arange(0, CHUNK)
+        at = (start + tile)[:, None] * TILE + lanes[None, :]
+        there = (tile < tiles)[:, None]
+        reference = tl.load(tile_reference_ptr + at, mask=there, other=0.0)
+        # A tile of zeros has no say; a NaN sum does, so that it reaches the output.
+        live = tl.load(tile_sum_ptr + at, mask=there, other=0.0) != 0.0
+        highest = tl.maximum(highest, tl.max(tl.where(live, reference, float("-inf")), 0))
+        lowest = tl.minimum(lowest, tl.min(tl.where(live, reference, float("inf")), 0))
+    total = tl.zeros([TILE], tl.float32)
+    mass = tl.zeros([TILE], tl.float32)
+    for t in tl.range(0, tiles, CHUNK):
+        tile = t + tl.arange(0, CHUNK)
+        at = (start + tile)[:, None] * TILE + lanes[None, :]
+        there = (tile < tiles)[:, None]
+        reference = tl.load(tile_reference_ptr + at, mask=there, other=0.0)
+        part = tl.load(tile_sum_ptr + at, mask=there, other=0.0)
+        factor = tl.where(part != 0.0, tl.exp2(reference - highest[None, :]), 0.0)
+        total += tl.sum(tl.where(part != 0.0, part * factor, 0.0), 0)
+        mass += tl.sum(tl.where(part != 0.0, tl.load(tile_mass_ptr + at, mask=there, other=0.0) * factor, 0.0), 0)
+
+    empty = total == 0.0
+    tl.store(inverse_sum_ptr + pid * TILE + lanes, tl.where(empty, 0.0, 1.0 / mass))
+    row = row_first + m_tile * TILE + lanes
+    lse = tl.where(empty, float("-inf"), (highest + tl.log2(total)) * LN2)
+    tl.store(lse_ptr + (head_first + z).to(tl.int64) * len_q + row, lse, mask=row < len_q)
+
+    if tl.max((highest > lowest).to(tl.int32), 0) > 0:
+        for t in tl.range(0, tiles):
+            at = (start + t) * TILE + lanes
+            live = tl.load(tile_sum_ptr + at) != 0.0
+            factor = tl.where(live, tl.exp2(tl.load(tile_reference_ptr + at) - highest), 1.0)
+            if tl.min(factor, 0) < 1.0:
+                p = p_ptr + (at[:, None].to(tl.int64) * TILE + lanes[None, :])
+                tl.store(p, (tl.load(p).to(tl.float32) * factor[:, None]).to(p_ptr.dtype.element_ty))
+
+
+@triton.jit(do_not_specialize=["len_q", "row_first", "head_first", "m_tiles", "n_tiles", "slots", "offset"])
+def refine(
+    p_ptr, ds_ptr, row_sum_ptr, row_size_ptr, delta_ptr, grad_lse_ptr, grad_scale_ptr,
+    len_q, row_first, head_first, m_tiles, n_tiles, slots, offset,
+    CAUSAL: tl.constexpr, HAS_GRAD_LSE: tl.constexpr, SCALED: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Take the error of ``delta`` out of dS where it is not small against dS itself; corrects ``delta`` as well.
+
+    A row of exact dS sums to ``dlse`` (``P`` sums to one), so the excess of the computed sum is the error of delta:
+    ``dS -= P * excess``. Rows whose excess is below 2^-8 of their magnitudes' sum, the usual case, are left alone.
+    """
+    pid = tl.program_id(0)
+    z = pid // m_tiles
+    m_tile = pid % m_tiles
+    lanes = tl.arange(0, TILE)
+    start = z * slots + slot_of(m_tile, 0, n_tiles, offset, CAUSAL, TILE)
+    tiles = visible_tiles_of(m_tile, n_tiles, offset, CAUSAL, TILE)
+    excess = tl.zeros([TILE], tl.float32)
+    size = tl.zeros([TILE], tl.float32)
+    for t in tl.range(0, tiles, CHUNK):
+        tile = t + tl.arange(0, CHUNK)
+        at = (start + tile)[:, None] * TILE + lanes[None, :]
+        there = (tile < tiles)[:, None]
+        excess += tl.sum(tl.load(row_sum_ptr + at, mask=there, other=0.0), 0)
+        size += tl.sum(tl.load(row_size_ptr + at, mask=there, other=0.0), 0)
+    scale = 1.0
+    if SCALED:
+        scale = tl.load(grad_scale_ptr)
+    head = (head_first + z).to(tl.int64)
+    row = row_first + m_tile * TILE + lanes
+    if HAS_GRAD_LSE:
+        excess -= scale * tl.load(grad_lse_ptr + head * len_q + row, mask=row < len_q, other=0.0)
+    excess = tl.where(tl.abs(excess) > size * 0.00390625, excess, 0.0)
+    if tl.max((excess != 0.0).to(tl.int32), 0) > 0:
+        to = delta_ptr + head * tl.cdiv(len_q, TILE) * TILE + row
+        tl.store(to, tl.load(to) + excess / scale)
+        for t in tl.range(0, tiles):
+            at = ((start + t) * TILE + lanes)[:, None].to(tl.int64) * TILE + lanes[None, :]
+            ds = tl.load(ds_ptr + at).to(tl.float32) - tl.load(p_ptr + at).to(tl.float32) * excess[:, None]
+            tl.store(ds_ptr + at, ds.to(ds_ptr.dtype.element_ty))
+
+
+@triton.jit(do_not_specialize=["len_q", "heads_q", "m_tiles"])
+def row_terms(
+    do_desc, out_desc, lse_ptr, grad_lse_ptr, lse2_ptr, delta_ptr, len_q, heads_q, m_tiles,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, HAS_GRAD_LSE: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """``delta = rowsum(dO * O) - dlse`` and LSE in log2 units, both [B * Hq, m_tiles * TILE].
+
+    Rows that do not exist and rows without keys get lse +inf: their P is 2^-inf = 0 with no comparison later.
+    """
+    pid = tl.program_id(0)
+    per_head = m_tiles * (TILE // ROWS)
+    head = pid // per_head
+    row = (pid % per_head) * ROWS
+    b = head // heads_q
+    h = head % heads_q
+    acc = tl.zeros([ROWS], tl.float32)
+    for d in tl.range(0, D, BLOCK_D):
+        do = do_desc.load([b, h, row, d]).reshape([ROWS, BLOCK_D]).to(tl.float32)
+        o = out_desc.load([b, h, row, d]).reshape([ROWS, BLOCK_D]).to(tl.float32)
+        acc += tl.sum(do * o, 1)
+    rows = row + tl.arange(0, ROWS)
+    inside = rows < len_q
+    lse = tl.load(lse_ptr + head.to(tl.int64) * len_q + rows, mask=inside, other=float("inf"))
+    lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
+    if HAS_GRAD_LSE:
+        acc -= tl.load(grad_lse_ptr + head.to(tl.int64) * len_q + rows, mask=inside, other=0.0)
+    to = head.to(tl.int64) * m_tiles * TILE + rows
+    tl.store(lse2_ptr + to, lse)
+    tl.store(delta_ptr + to, acc)
+
+
+@triton.jit(do_not_specialize=["n_rows", "heads_kv", "group_first", "groups", "col_first", "splits"])
+def reduce_partials(
+    partial_ptr, grad_desc, grad_scale_ptr, scale, n_rows, heads_kv, group_first, groups, col_first, splits,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, SCALED: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """``scale`` times the float32 partial sums [splits, groups, n_rows, D], added in split order, as a gradient."""
+    pid = tl.program_id(0)
+    d_tiles: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
+    d = (pid % d_tiles) * BLOCK_D
+    pid = pid // d_tiles
+    per_group = tl.cdiv(n_rows, ROWS)
+    g = pid // per_group
+    row = (pid % per_group) * ROWS
+    rows = row + tl.arange(0, ROWS)
+    cols = d + tl.arange(0, BLOCK_D)
+    inside = (rows < n_rows)[:, None] & (cols < D)[None, :]
+    acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    for split in tl.range(0, splits):
+        at = (split * groups + g).to(tl.int64) * n_rows + rows
+        acc += tl.load(partial_ptr + at[:, None] * D + cols[None, :], mask=inside, other=0.0)
+    if SCALED:
+        scale = scale / tl.load(grad_scale_ptr)
+    b = (group_first + g) // heads_kv
+    h = (group_first + g) % heads_kv
+    grad_desc.store([b, h, col_first + row, d], (acc * scale).to(grad_desc.dtype).reshape([1, 1, ROWS, BLOCK_D]))

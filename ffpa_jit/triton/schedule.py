@@ -1,0 +1,252 @@
+"""How a call is cut into blocks that fit the workspace. Pure arithmetic: no torch, no Triton.
+
+A *block* (see ``geometry``) is what one pair of score and value launches handles. The forward cuts over heads and,
+where one head does not fit, over query rows: no sum ever crosses a block. The backward has contractions in both
+directions, so it prefers, in this order,
+
+``whole``   blocks of whole groups: every gradient is finished inside its block;
+``rows``    the heads or query rows of a group one after another: dQ is finished in its block, dK and dV are summed
+            in float32 buffers over the group's blocks, in order;
+``twice``   two passes, row chunks for dQ, then key chunks for dK and dV, each with its own score phase: seven GEMMs
+            instead of five, for sequences whose float32 sums would take the workspace themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from .geometry import TILE, slot_count
+
+FORWARD_ROW_BYTES = 3 * 4
+"""Per row of a tile: its float32 reference, sum and stored sum."""
+
+BACKWARD_ROW_BYTES = 2 * 4
+"""Per row of a tile: the sum of dS and of its magnitudes."""
+
+TILE_BYTES = TILE * TILE * 2
+
+
+def tiles(n: int) -> int:
+    return -(-n // TILE)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of one call. ``heads`` counts batch x query heads; ``group`` query heads share a key head."""
+
+    heads: int
+    group: int
+    len_q: int
+    len_kv: int
+    head_dim: int
+    causal: bool
+
+    @property
+    def offset(self) -> int:
+        return self.len_kv - self.len_q
+
+
+@dataclass(frozen=True)
+class Block:
+    """Heads ``[head_first, head_first + heads)``, rows from ``row_first``, keys from ``col_first``, in tiles."""
+
+    head_first: int
+    heads: int
+    row_first: int
+    m_tiles: int
+    col_first: int
+    n_tiles: int
+    offset: int
+    slots: int
+    heads_per_group: int = 1
+    dq: bool = True
+    dkv: bool = True
+    partial: bool = False
+    """dK and dV go to float32 buffers (because they are split, or because another block adds to them)."""
+    previous: bool = False
+    """The float32 buffers already hold the sum of earlier blocks."""
+    last: bool = True
+    """After this block the key side is complete."""
+    splits: int = 1
+    key_tiles: int = 0
+    """Key tiles of the float32 sums this block adds to (its own may be fewer under a causal mask)."""
+    all_keys: bool = True
+    """Its rows see no key outside the block, so row sums are complete."""
+
+
+class WorkspaceTooSmall(ValueError):
+    """The cap does not hold a single row of tiles."""
+
+    def __init__(self, needed: int, cap: int) -> None:
+        super().__init__(f"the workspace cap of {cap / 2**20:.1f} MiB is below the {needed / 2**20:.1f} MiB that one block needs")
+        self.needed = needed
+
+
+def _block(s: Shape, head_first: int, heads: int, row_tile: int, m_tiles: int, col_tile: int, n_tiles: int) -> Block:
+    """A block in tile coordinates; under a causal mask what it cannot see is cut off first."""
+    row_first, col_first = row_tile * TILE, col_tile * TILE
+    offset = s.offset + row_first - col_first
+    if s.causal:
+        if offset <= -TILE:  # the first row tiles end before the first key
+            skip = -offset // TILE
+            row_first, m_tiles, offset = row_first + skip * TILE, m_tiles - skip, offset + skip * TILE
+        last_row = min(row_first + m_tiles * TILE, s.len_q) - 1
+        n_tiles = min(n_tiles, tiles(last_row + 1 + s.offset) - col_tile)
+    return Block(head_first, heads, row_first, m_tiles, col_first, n_tiles, offset, slot_count(m_tiles, n_tiles, offset, s.causal))
+
+
+def _even(total: int, most: int) -> Iterator[tuple[int, int]]:
+    """Cut ``total`` into the fewest parts of at most ``most``, all nearly equal: (start, size)."""
+    parts = -(-total // most)
+    for i in range(parts):
+        start = total * i // parts
+        yield start, total * (i + 1) // parts - start
+
+
+def _row_chunks(s: Shape, head: int, slot_limit: int) -> list[Block]:
+    """One head in row chunks of at most ``slot_limit`` tiles, about equally many in each."""
+    return [replace(block, head_first=head) for block in _first_head_row_chunks(s, slot_limit)]
+
+
+@lru_cache(maxsize=64)
+def _first_head_row_chunks(s: Shape, slot_limit: int) -> tuple[Block, ...]:
+    m_total, n_total = tiles(s.len_q), tiles(s.len_kv)
+    whole = _block(s, 0, 1, 0, m_total, 0, n_total).slots
+    target = -(-whole // -(-whole // slot_limit))
+    start, chunks = 0, []
+    while start < m_total:
+        count = 1
+        while start + count < m_total and _block(s, 0, 1, start, count + 1, 0, n_total).slots <= target:
+            count += 1
+        block = _block(s, 0, 1, start, count, 0, n_total)
+        if block.slots > slot_limit:
+            raise WorkspaceTooSmall(block.slots, slot_limit)
+        chunks.append(block)
+        start += count
+    return tuple(chunks)
+
+
+@lru_cache(maxsize=256)
+def forward_blocks(s: Shape, cap: int) -> tuple[Block, ...]:
+    """Blocks of the forward within ``cap`` bytes.
+
+    Raises:
+        WorkspaceTooSmall: one row of tiles over all keys does not fit.
+    """
+    m_total = tiles(s.len_q)
+    cap -= s.heads * m_total * TILE * 4  # the row references live through the whole call
+    slot_bytes = TILE_BYTES + TILE * FORWARD_ROW_BYTES
+    head_bytes = _block(s, 0, 1, 0, m_total, 0, tiles(s.len_kv)).slots * slot_bytes + m_total * TILE * 4
+    if head_bytes <= cap:
+        cut = _even(s.heads, cap // head_bytes)
+        return tuple(_block(s, start, n, 0, m_total, 0, tiles(s.len_kv)) for start, n in cut)
+    limit = (cap - m_total * TILE * 4) // slot_bytes
+    if limit < tiles(s.len_kv):
+        raise WorkspaceTooSmall(tiles(s.len_kv) * slot_bytes, cap)
+    return tuple(block for head in range(s.heads) for block in _row_chunks(s, head, limit))
+
+
+def _splits(s: Shape, block: Block, d_tiles: int, processors: int) -> int:
+    """Into how many parts to cut the key side's contraction so that no program outlasts the rest of the launch."""
+    half = 0.5 if s.causal else 1.0
+    key_length = block.heads_per_group * block.m_tiles
+    key_programs = block.heads // block.heads_per_group * block.n_tiles * d_tiles * 2
+    query_programs = block.heads * block.m_tiles * d_tiles if block.dq else 0
+    work = (key_programs * key_length + query_programs * block.n_tiles) * half
+    return max(1, min(8, key_length, round(key_length / (0.6 * work / processors + 1.0))))
+
+
+@lru_cache(maxsize=256)
+def backward_blocks(
+    s: Shape, cap: int, *, matrices: int, dq: bool, dkv: bool, d_tiles: int, processors: int
+) -> tuple[Block, ...]:
+    """Blocks of the backward within ``cap`` bytes; ``matrices`` is 2 when both P and dS are stored, else 1.
+
+    Raises:
+        WorkspaceTooSmall: not even one row (or column) of tiles fits.
+    """
+    m_total, n_total = tiles(s.len_q), tiles(s.len_kv)
+    cap -= 2 * s.heads * m_total * TILE * 4  # lse and delta live through the whole call
+    slot_bytes = matrices * TILE_BYTES + (TILE * BACKWARD_ROW_BYTES if matrices == 2 else 0)
+    sums = 2 * n_total * TILE * s.head_dim * 4  # float32 dK and dV of one key head
+    groups = s.heads // s.group
+
+    head_slots = _block(s, 0, 1, 0, m_total, 0, n_total).slots
+    group_bytes = head_slots * s.group * slot_bytes
+    if group_bytes <= cap:
+        blocks = []
+        for start, n in _even(groups, cap // group_bytes):
+            block = _block(s, start * s.group, n * s.group, 0, m_total, 0, n_total)
+            block = replace(block, heads_per_group=s.group, dq=dq, dkv=dkv)
+            if dkv:
+                room = max(cap - n * group_bytes, 0) // (sums * n)
+                splits = min(_splits(s, block, d_tiles, processors), max(room, 1))
+                block = replace(block, splits=splits, partial=splits > 1, key_tiles=n_total)
+            blocks.append(block)
+        return tuple(blocks)
+
+    if not dkv:
+        limit = cap // slot_bytes
+        if limit < n_total:
+            raise WorkspaceTooSmall(n_total * slot_bytes, cap)
+        return tuple(replace(b, dkv=False) for h in range(s.heads) for b in _row_chunks(s, h, limit))
+
+    limit = max(cap - sums, 0) // slot_bytes
+    if limit >= min(head_slots, 8 * n_total):
+        return tuple(b for g in range(groups) for b in _summed_blocks(s, g * s.group, limit, head_slots, dq))
+    return tuple(_two_passes(s, cap, slot_bytes, dq))
+
+
+def _summed_blocks(s: Shape, head_first: int, limit: int, head_slots: int, dq: bool) -> list[Block]:
+    """One group in blocks of heads or rows whose dK and dV add up in float32."""
+    m_total, n_total = tiles(s.len_q), tiles(s.len_kv)
+    if limit >= head_slots:
+        cut = [
+            replace(_block(s, head_first + start, n, 0, m_total, 0, n_total), heads_per_group=n)
+            for start, n in _even(s.group, limit // head_slots)
+        ]
+    else:
+        # Later rows see more keys: they go first, so that the first block of a key tile is also its initialiser.
+        cut = [b for h in range(s.group) for b in reversed(_row_chunks(s, head_first + h, limit))]
+    return [
+        replace(b, dq=dq, partial=True, key_tiles=n_total, previous=i > 0, last=i == len(cut) - 1) for i, b in enumerate(cut)
+    ]
+
+
+def _two_passes(s: Shape, cap: int, slot_bytes: int, dq: bool) -> list[Block]:
+    """Row chunks for dQ, which see whole rows and so correct ``delta``, then key chunks for dK and dV."""
+    m_total, n_total = tiles(s.len_q), tiles(s.len_kv)
+    column = 2 * TILE * s.head_dim * 4  # float32 sums of one key tile
+    blocks = []
+    if dq:
+        limit = cap // slot_bytes
+        if limit < n_total:
+            raise WorkspaceTooSmall(n_total * slot_bytes, cap)
+        blocks += [replace(b, dkv=False) for h in range(s.heads) for b in _row_chunks(s, h, limit)]
+    for g in range(s.heads // s.group):
+        head_first = g * s.group
+        per_column = s.group * m_total * slot_bytes
+        if per_column <= cap:
+            for start, n in _even(n_total, cap // per_column):
+                b = _block(s, head_first, s.group, 0, m_total, start, n)
+                blocks.append(replace(b, heads_per_group=s.group, dq=False, all_keys=n == n_total))
+        else:
+            width = 4
+            while width > 1 and 8 * width * slot_bytes + width * column > cap:
+                width //= 2
+            height = (cap - width * column) // (width * slot_bytes)
+            if height < 1:
+                raise WorkspaceTooSmall(slot_bytes + column, cap)
+            for start, n in _even(n_total, width):
+                rows = _block(s, head_first, 1, 0, m_total, start, n)
+                first = rows.row_first // TILE
+                parts = [
+                    replace(_block(s, head_first + h, 1, first + r, c, start, n), dq=False, partial=True, key_tiles=n, all_keys=n == n_total)
+                    for h in range(s.group)
+                    for r, c in reversed(list(_even(m_total - first, height)))
+                ]
+                last = len(parts) - 1
+                blocks += [replace(b, previous=i > 0, last=i == last) for i, b in enumerate(parts)]
+    return blocks

@@ -1,0 +1,208 @@
+"""The score phase: tiles of ``Q K^T`` (and ``dO V^T``) with the epilogue that turns a score into a probability.
+
+Everything that knows about softmax and masks lives in this file; the value phase sees tiles of P and dS only.
+
+Forward. A row needs a reference ``r`` so that ``P = 2^(s - r)`` fits the storage dtype (``s`` is the scaled score in
+log2 units). Flash attention takes the running maximum and rescales its accumulator whenever that moves; a GEMM over
+stored tiles cannot afford the rescale (measured: 593 instead of 745 TFLOP/s), so the reference is fixed beforehand:
+``row_reference`` computes one tile of scores per row block, around the diagonal, and takes its row maximum plus
+``SHIFT``. A score may exceed the reference by ``HEADROOM`` powers of two before the dtype's exponent range ends::
+
+    bf16   SHIFT 64, HEADROOM 32   rows up to 96 powers of two (66 nats) above the sampled maximum
+    fp16   SHIFT  0, HEADROOM 15   rows up to 15 powers of two (10 nats) above it
+
+A row of a tile that exceeds its headroom is stored against its own integer maximum, which is written down, and
+``rows.combine`` brings the row's tiles to one common reference (multiplication by powers of two: exact). Every row's
+result is therefore that of an exact softmax; the headroom decides only how often the repair runs. The sample is a
+score of the row, so the true maximum is never below it: nothing that matters can underflow.
+
+Backward. LSE is known, so ``P = 2^(s - lse)`` needs no reference; ``dS = P * (dP - delta)`` with
+``delta = rowsum(dO * O) - dlse``. P is rounded to the storage dtype once and dS is computed from the rounded P, so
+both GEMMs of the value phase see the same probabilities. ``delta`` inherits the rounding of the stored O, and where
+one key dominates a row ``dP - delta`` cancels down to that rounding. But a row of dS sums to dlse exactly, so the row
+sums show the error, and ``rows.refine`` takes it out of the rows where it matters.
+
+Schedule (sm_90): 128 x 128 tiles, one warpgroup, three stages of 32 KiB. Two such programs share an SM, and one's
+epilogue hides behind the other's wgmma; a 128 x 256 tile with two warpgroups has nothing to hide it behind.
+"""
+
+import triton
+import triton.language as tl
+
+from .geometry import first_row_tile_of, slot_of, tile_of, visible_tiles_of  # noqa: F401  (used by jitted code)
+
+_COUNTS = [
+    "len_q", "len_kv", "row_first", "col_first", "head_first", "heads_q", "group", "m_tiles", "n_tiles", "slots",
+    "programs", "offset",
+]  # fmt: skip
+
+
+@triton.jit
+def load_2d(desc, b, h, row, col, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """A [ROWS, COLS] tile of a [B, H, N, D] tensor; zeros outside."""
+    return desc.load([b, h, row, col]).reshape([ROWS, COLS])
+
+
+@triton.jit
+def score_tile(acc, a_desc, b_desc, b, h_a, h_b, row, col, D: tl.constexpr, BLOCK_K: tl.constexpr, TILE: tl.constexpr):
+    """``acc + A[row : row + TILE] B[col : col + TILE]^T`` in float32."""
+    for d in tl.range(0, D, BLOCK_K):
+        x = load_2d(a_desc, b, h_a, row, d, TILE, BLOCK_K)
+        y = load_2d(b_desc, b, h_b, col, d, TILE, BLOCK_K)
+        acc = tl.dot(x, y.T, acc)
+    return acc
+
+
+@triton.jit
+def mask_scores(s, row, col, len_kv, causal_offset, CAUSAL: tl.constexpr, TILE: tl.constexpr):
+    """-inf where a key does not exist or lies behind the causal diagonal; ``row`` and ``col`` are global."""
+    cols = col + tl.arange(0, TILE)
+    if CAUSAL:
+        rows = row + tl.arange(0, TILE)
+        # The diagonal ends before the keys do for every row that exists, so one comparison covers both limits.
+        s = tl.where(cols[None, :] <= tl.minimum(rows + causal_offset, len_kv - 1)[:, None], s, float("-inf"))
+    else:
+        s = tl.where((cols < len_kv)[None, :], s, float("-inf"))
+    return s
+
+
+@triton.jit
+def last_full(row, len_q, len_kv, CAUSAL: tl.constexpr):
+    """How many keys every row from ``row`` on sees. A tile that ends there needs no mask, and interior tiles skip it."""
+    keys = len_kv
+    if CAUSAL:
+        keys = min(len_kv, row + 1 + len_kv - len_q)
+    return keys
+
+
+@triton.jit(do_not_specialize=["len_q", "len_kv", "heads_q", "group", "m_tiles"])
+def row_reference(
+    q_desc, k_desc, reference_ptr, scale_log2, len_q, len_kv, heads_q, group, m_tiles,
+    D: tl.constexpr, BLOCK_K: tl.constexpr, CAUSAL: tl.constexpr, SHIFT: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """``ceil(max over a sample of TILE keys) + SHIFT`` for every query row; writes [B * Hq, m_tiles * TILE]."""
+    pid = tl.program_id(0)
+    head = pid // m_tiles
+    row = (pid % m_tiles) * TILE
+    b = head // heads_q
+    h = head % heads_q
+    if CAUSAL:
+        col = row + len_kv - len_q
+    else:
+        col = ((row.to(tl.int64) * len_kv) // len_q).to(tl.int32)
+    col = max(min(col, len_kv - TILE), 0)
+    s = score_tile(tl.zeros([TILE, TILE], tl.float32), q_desc, k_desc, b, h, h // group, row, col, D, BLOCK_K, TILE) * scale_log2
+    s = mask_scores(s, row, col, len_kv, len_kv - len_q, CAUSAL, TILE)
+    reference = tl.ceil(tl.max(s, 1)) + SHIFT
+    tl.store(reference_ptr + pid.to(tl.int64) * TILE + tl.arange(0, TILE), reference)
+
+
+@triton.jit(do_not_specialize=_COUNTS)
+def score_forward(
+    q_desc, k_desc, p_desc, reference_ptr, tile_reference_ptr, tile_sum_ptr, tile_mass_ptr, scale_log2,
+    len_q, len_kv, row_first, col_first, head_first, heads_q, group, m_tiles, n_tiles, slots, programs, offset,
+    D: tl.constexpr, BLOCK_K: tl.constexpr, CAUSAL: tl.constexpr, HEADROOM: tl.constexpr, PTX: tl.constexpr,
+    TILE: tl.constexpr, GROUP_ROWS: tl.constexpr,
+):  # fmt: skip
+    """P tiles of a block; for each row of a tile its reference, its sum (for LSE) and the sum of what was stored.
+
+    O is divided by the sum of the *rounded* P: a row that one key dominates then gets that key's value exactly.
+    """
+    pid = tl.program_id(0)
+    z = pid // programs
+    m_tile, n_tile = tile_of(pid % programs, m_tiles, n_tiles, offset, CAUSAL, TILE, GROUP_ROWS)
+    if m_tile < 0:
+        return
+    head = head_first + z
+    b = head // heads_q
+    h = head % heads_q
+    row = row_first + m_tile * TILE
+    col = col_first + n_tile * TILE
+    s = score_tile(tl.zeros([TILE, TILE], tl.float32), q_desc, k_desc, b, h, h // group, row, col, D, BLOCK_K, TILE) * scale_log2
+    # Interior tiles see every key: the branch spares them the comparisons.
+    if last_full(row, len_q, len_kv, CAUSAL) < col + TILE:
+        s = mask_scores(s, row, col, len_kv, len_kv - len_q, CAUSAL, TILE)
+
+    lanes = tl.arange(0, TILE)
+    row_tiles = tl.cdiv(len_q, TILE)
+    reference = tl.load(reference_ptr + (head.to(tl.int64) * row_tiles * TILE + row) + lanes)
+    highest = tl.max(s, 1)
+    reference = tl.where(highest - reference > HEADROOM, tl.ceil(highest), reference)
+    reference = tl.where(reference == float("-inf"), 0.0, reference)
+    p = tl.exp2(s - reference[:, None])
+    stored = to_storage(p, p_desc.dtype, PTX)
+
+    slot = z * slots + slot_of(m_tile, n_tile, n_tiles, offset, CAUSAL, TILE)
+    tl.store(tile_reference_ptr + slot * TILE + lanes, reference)
+    tl.store(tile_sum_ptr + slot * TILE + lanes, tl.sum(p, 1))
+    p_desc.store([slot * TILE, 0], stored)
+    tl.store(tile_mass_ptr + slot * TILE + lanes, tl.sum(from_storage(stored, PTX), 1))
+
+
+@triton.jit
+def to_storage(x, dtype: tl.constexpr, PTX: tl.constexpr):
+    """float32 to fp16 or bf16. The packed conversion is spelled out for NVIDIA: left alone, LLVM splits some bf16 pairs,
+    and P then takes a register an element instead of half of one, which spills."""
+    if PTX and dtype == tl.bfloat16:
+        y = tl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=tl.bfloat16, is_pure=True, pack=2
+        )
+    else:
+        y = x.to(dtype)
+    return y
+
+
+@triton.jit
+def from_storage(x, PTX: tl.constexpr):
+    """fp16 or bf16 to float32, two bf16 a register until the very end (see ``to_storage``)."""
+    if PTX and x.dtype == tl.bfloat16:
+        y = tl.inline_asm_elementwise(
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=&r,=r,r", [x], dtype=tl.float32, is_pure=True, pack=2
+        )
+    else:
+        y = x.to(tl.float32)
+    return y
+
+
+@triton.jit(do_not_specialize=_COUNTS)
+def score_backward(
+    q_desc, k_desc, v_desc, do_desc, p_desc, ds_desc, lse_ptr, delta_ptr, row_sum_ptr, row_size_ptr, grad_scale_ptr,
+    scale_log2,
+    len_q, len_kv, row_first, col_first, head_first, heads_q, group, m_tiles, n_tiles, slots, programs, offset,
+    D: tl.constexpr, BLOCK_K: tl.constexpr, CAUSAL: tl.constexpr, STORE_DS: tl.constexpr, SCALED: tl.constexpr,
+    PTX: tl.constexpr, TILE: tl.constexpr, GROUP_ROWS: tl.constexpr,
+):  # fmt: skip
+    """P and dS tiles of a block, and for each row of a dS tile its sum and the sum of its magnitudes.
+
+    ``lse`` is in log2 units, +inf for rows without keys; it and ``delta`` are padded to whole tiles.
+    """
+    pid = tl.program_id(0)
+    z = pid // programs
+    m_tile, n_tile = tile_of(pid % programs, m_tiles, n_tiles, offset, CAUSAL, TILE, GROUP_ROWS)
+    if m_tile < 0:
+        return
+    head = head_first + z
+    b = head // heads_q
+    h = head % heads_q
+    row = row_first + m_tile * TILE
+    col = col_first + n_tile * TILE
+    lanes = tl.arange(0, TILE)
+    at = head.to(tl.int64) * tl.cdiv(len_q, TILE) * TILE + row
+    slot = z * slots + slot_of(m_tile, n_tile, n_tiles, offset, CAUSAL, TILE)
+
+    s = score_tile(tl.zeros([TILE, TILE], tl.float32), q_desc, k_desc, b, h, h // group, row, col, D, BLOCK_K, TILE) * scale_log2
+    if last_full(row, len_q, len_kv, CAUSAL) < col + TILE:
+        s = mask_scores(s, row, col, len_kv, len_kv - len_q, CAUSAL, TILE)
+    p = tl.exp2(s - tl.load(lse_ptr + at + lanes)[:, None])
+    p = to_storage(p, p_desc.dtype, PTX)
+    p_desc.store([slot * TILE, 0], p)
+    if STORE_DS:
+        # The accumulator starts at -delta: one row vector less to keep alive behind the loop.
+        dp = tl.broadcast_to(-tl.load(delta_ptr + at + lanes)[:, None], [TILE, TILE])
+        ds = score_tile(dp, do_desc, v_desc, b, h, h // group, row, col, D, BLOCK_K, TILE)
+        if SCALED:
+            ds *= tl.load(grad_scale_ptr)
+        ds *= from_storage(p, PTX)
+        tl.store(row_sum_ptr + slot * TILE + lanes, tl.sum(ds, 1))
+        tl.store(row_size_ptr + slot * TILE + lanes, tl.sum(tl.abs(ds), 1))
+        ds_desc.store([slot * TILE, 0], to_storage(ds, ds_desc.dtype, PTX))

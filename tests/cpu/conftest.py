@@ -1,0 +1,54 @@
+"""The CPU tests run the Triton kernels through Triton's interpreter.
+
+The variable is read when a kernel is decorated, so it has to be set before anything imports Triton. Tests that
+need the opposite (the compiler, a machine without Triton) start a subprocess.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+os.environ["TRITON_INTERPRET"] = "1"
+for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):  # small products: threads of parallel workers only wait
+    os.environ.setdefault(_name, "1")
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(autouse=True)
+def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("FFPA_JIT_STRICT", "FFPA_JIT_WORKSPACE_MB"):
+        monkeypatch.delenv(name, raising=False)
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def warnings_seen() -> list[str]:
+    """Messages of the package's logger from here on."""
+    messages: list[str] = []
+
+    class Collect(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            messages.append(record.getMessage())
+
+    handler = Collect(logging.WARNING)
+    logger = logging.getLogger("ffpa_jit")
+    logger.addHandler(handler)
+    yield messages
+    logger.removeHandler(handler)
+
+
+def run_python(code: str, *, unset: tuple[str, ...] = ("TRITON_INTERPRET",), **environment: str) -> str:
+    """Run code in a fresh interpreter and return what it printed; its failure is the test's."""
+    env = {k: v for k, v in os.environ.items() if k not in unset and not k.startswith("FFPA_JIT_")}
+    env.update(environment, PYTHONPATH=str(ROOT))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, cwd=ROOT, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
