@@ -55,7 +55,7 @@ bench: $(VENV)/.dev
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV_FLAGS) $(VENV)
 	$(if $(TORCH),$(PIP) install $(INDEX) $(TORCH))
-	$(PIP) install --editable .
+	$(PIP) install --editable . 'numpy<2.4'  # Triton 3.6's interpreter fails on newer ones
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.installed

@@ -4,9 +4,10 @@
     python bench/compile_kernels.py sm_90 gfx942 --head-dims 512,1024
 
 The host code runs as it does for a call, on small CPU tensors, with Triton told that the device is of the given
-architecture; every launch compiles its kernel and stops there. So what is compiled is what a call would compile, constants,
-strides and alignment included. Printed for each kernel: registers per thread, bytes of stack (spills live there) and
-shared memory. The exit status is 1 if a kernel spills or needs more shared memory than the architecture has.
+architecture; every launch compiles its kernel and stops there. So what is compiled is what a call would compile:
+constants, strides and alignment included. Printed for each kernel: registers per thread, bytes of stack
+(spills live there) and shared memory. The exit status is 1 if a kernel spills or needs more shared memory than the
+architecture has.
 """
 
 from __future__ import annotations

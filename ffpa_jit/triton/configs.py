@@ -34,24 +34,34 @@ class Tiling:
 
 FAMILIES = {
     "sm_80": ("sm_80", "sm_87"),
-    "sm_86": ("sm_86", "sm_89", "sm_120", "sm_121"),
-    "sm_90": ("sm_90", "sm_100", "sm_103", "sm_110"),
+    "sm_86": ("sm_86", "sm_89"),
+    "sm_90": ("sm_90",),
+    "sm_100": ("sm_100", "sm_103", "sm_110"),
+    "sm_120": ("sm_120", "sm_121"),
     "gfx9": ("gfx90a", "gfx942", "gfx950"),
     "gfx12": ("gfx1100", "gfx1101", "gfx1200", "gfx1201"),
     "interpreter": ("interpreter",),
 }
 """Configuration file -> the architectures it serves."""
 
+_FAMILY_OF = {arch: name for name, members in FAMILIES.items() for arch in members}
 
-@lru_cache(maxsize=None)
+
 def family(arch: str) -> str | None:
     """The configuration that serves an architecture, or None."""
-    return next((name for name, members in FAMILIES.items() if arch in members), None)
+    return _FAMILY_OF.get(arch)
 
 
 @lru_cache(maxsize=None)
 def _load(name: str) -> dict[str, Any]:
-    return json.loads(resources.files(__package__).joinpath("configs", f"{name}.json").read_text())
+    folder = resources.files("ffpa_jit.triton") / "configs"
+    table: dict[str, Any] = json.loads((folder / f"{name}.json").read_text())
+    return table
+
+
+def uses_tma(arch: str) -> bool:
+    """Whether operands are tensor descriptors on this architecture (see ``operands``)."""
+    return bool(_table(arch)["tma"])
 
 
 def _table(arch: str) -> dict[str, Any]:
@@ -72,7 +82,7 @@ def value_tiling(arch: str, direction: str, head_dim: int) -> Tiling:
     """Configuration of a value kernel: the widths that cover ``head_dim`` at the least estimated cost."""
 
     def cost(entry: dict[str, Any]) -> float:
-        width = entry["block_n"] + entry.get("tail", 0)
+        width: int = entry["block_n"] + entry.get("tail", 0)
         return -(-head_dim // width) * width / entry["rate"]
 
     best = min(_table(arch)[f"value_{direction}"], key=cost)

@@ -9,9 +9,9 @@ import torch
 
 from ..settings import workspace_bytes
 from . import rows, score, value
-from .configs import score_tiling, value_tiling
+from .configs import score_tiling, uses_tma, value_tiling
 from .geometry import GROUP_ROWS, TILE, grid_tiles
-from .launch import describe, describe_tiles, operand, processors
+from .launch import bind, bind_tiles, operand, processors
 from .schedule import Block, Shape, backward_blocks, forward_blocks, tiles
 
 LOG2E = math.log2(math.e)
@@ -50,20 +50,22 @@ def forward(
 
     shift, headroom = EXPONENT_WINDOW[query.dtype]
     tiling = score_tiling(arch, "forward")
-    common = {"D": d, "CAUSAL": is_causal, "TILE": TILE}
-    q_desc, k_desc = describe(q, TILE, tiling.block_k), describe(k, TILE, tiling.block_k)
+    tma = uses_tma(arch)
+    common = {"D": d, "CAUSAL": is_causal, "TMA": tma, "TILE": TILE}
+    q_rows, k_rows = bind(q, TILE, tiling.block_k, tma), bind(k, TILE, tiling.block_k, tma)
     score.row_reference[(s.heads * m_total,)](
-        q_desc, k_desc, reference, scale * LOG2E, n, s.len_kv, h, s.group, m_total,
+        q_rows, k_rows, reference, scale * LOG2E, n, s.len_kv, h, s.group, m_total,
         BLOCK_K=tiling.block_k, SHIFT=shift, **common, **tiling.options(),
     )  # fmt: skip
     wide = value_tiling(arch, "forward", d)
-    p_tile, p_rows = describe_tiles(p, TILE, TILE), describe_tiles(p, TILE, wide.block_k)
-    v_desc, v_tail = describe(v, wide.block_k, wide.block_n), describe(v, wide.block_k, wide.tail)
-    o_desc, o_tail = describe(o, TILE, wide.block_n), describe(o, TILE, wide.tail)
+    p_tile, p_rows = bind_tiles(p, TILE, TILE, tma), bind_tiles(p, TILE, wide.block_k, tma)
+    columns = wide.block_n, wide.tail
+    v_parts = [bind(v, wide.block_k, cols, tma) for cols in columns]
+    o_parts = [bind(o, TILE, cols, tma) for cols in columns]
     for x in blocks:
         programs = grid_tiles(x.m_tiles, x.n_tiles, x.offset, is_causal)
         score.score_forward[(x.heads * programs,)](
-            q_desc, k_desc, p_tile, reference, *stats, scale * LOG2E,
+            q_rows, k_rows, p_tile, reference, *stats, scale * LOG2E,
             n, s.len_kv, x.row_first, x.col_first, x.head_first, h, s.group, x.m_tiles, x.n_tiles, x.slots, programs,
             x.offset, BLOCK_K=tiling.block_k, HEADROOM=headroom, GROUP_ROWS=GROUP_ROWS,
             PTX=arch.startswith("sm_"), **common, **tiling.options(),
@@ -73,8 +75,8 @@ def forward(
             x.offset, CAUSAL=is_causal, CHUNK=16, TILE=TILE, num_warps=4,
         )  # fmt: skip
         value.value_forward[(x.heads * x.m_tiles * -(-d // wide.width),)](
-            p_rows, v_desc, v_tail, o_desc, o_tail, inverse_sum,
-            n, x.row_first, x.col_first, x.head_first, h, s.group, x.m_tiles, x.n_tiles, x.slots, x.heads, x.offset,
+            p_rows, *v_parts, *o_parts, inverse_sum, n, s.len_kv,
+            x.row_first, x.col_first, x.head_first, h, s.group, x.m_tiles, x.n_tiles, x.slots, x.heads, x.offset,
             BLOCK_N=wide.block_n, TAIL=wide.tail, BLOCK_K=wide.block_k, **common, **wide.options(),
         )  # fmt: skip
     if o is not out:
@@ -82,13 +84,15 @@ def forward(
     return out, lse
 
 
-def _grad_scale(grad_out: torch.Tensor, value_: torch.Tensor) -> torch.Tensor:
+def _grad_scale(grad_out: torch.Tensor, value_: torch.Tensor, grad_lse: torch.Tensor | None) -> torch.Tensor:
     """A power of two that puts float16 dS near the top of its range, whatever the loss scale; on the device.
 
-    ``|dP - delta| <= 2 D max|dO| max|V|``, so with this factor no dS exceeds 2^15 and small gradients keep their bits.
+    ``|dP - delta| <= 2 D max|dO| max|V| + max|dlse|``, so with this factor no dS exceeds 2^15 and small gradients keep their bits.
     """
-    top = torch.linalg.vector_norm(grad_out, math.inf, dtype=torch.float32)
-    bound = 2.0 * value_.shape[-1] * top * torch.linalg.vector_norm(value_, math.inf, dtype=torch.float32)
+    largest = functools.partial(torch.linalg.vector_norm, ord=math.inf, dtype=torch.float32)
+    bound = 2.0 * value_.shape[-1] * largest(grad_out) * largest(value_)
+    if grad_lse is not None:
+        bound = bound + largest(grad_lse)
     return torch.exp2(torch.floor(15.0 - torch.log2(bound.clamp(2.0**-60, 2.0**60)))).reshape(1)
 
 
@@ -130,7 +134,8 @@ class _Backward:
         # Gradients that a descriptor cannot address (last stride not 1) are computed densely and copied.
         self.targets = tuple(None if g is None else operand(g) for g in grads)
         d = s.head_dim
-        self.common = {"D": d, "CAUSAL": s.causal, "TILE": TILE}
+        tma = self.tma = uses_tma(arch)
+        self.common = {"D": d, "CAUSAL": s.causal, "TMA": tma, "TILE": TILE}
         self.wide = value_tiling(arch, "backward", d)
         self.d_tiles = -(-d // self.wide.width)
         self.need_ds = self.need_dq or self.need_dk
@@ -145,22 +150,23 @@ class _Backward:
         self.row_sum, self.row_size = stats.unbind()
         self.sums = self._sums()
         self.scaled = self.dtype == torch.float16
-        self.grad_scale = _grad_scale(do, self.v) if self.scaled else None
         self.grad_lse = None if grad_lse is None else grad_lse.float().contiguous()
+        self.grad_scale = _grad_scale(do, self.v, self.grad_lse) if self.scaled else None
         self.lse2, self.delta = self._row_terms(do, operand(out), lse)
 
         t = self.score_tiling = score_tiling(arch, "backward")
-        self.score_operands = tuple(describe(x, TILE, t.block_k) for x in (self.q, self.k, self.v, do))
-        self.score_outputs = describe_tiles(p, TILE, TILE), describe_tiles(ds, TILE, TILE)
+        self.score_operands = tuple(bind(x, TILE, t.block_k, tma) for x in (self.q, self.k, self.v, do))
+        self.score_outputs = bind_tiles(p, TILE, TILE, tma), bind_tiles(ds, TILE, TILE, tma)
         w = self.wide
         self.value_tiles = (
-            describe_tiles(p, w.block_k, TILE), describe_tiles(ds, TILE, w.block_k), describe_tiles(ds, w.block_k, TILE)
+            bind_tiles(p, w.block_k, TILE, tma), bind_tiles(ds, TILE, w.block_k, tma),
+            bind_tiles(ds, w.block_k, TILE, tma),
         )  # fmt: skip
         self.value_operands = tuple(
-            describe(x, w.block_k, cols) for x in (self.q, self.k, do) for cols in (w.block_n, w.tail)
+            bind(x, w.block_k, cols, tma) for x in (self.q, self.k, do) for cols in (w.block_n, w.tail)
         )
         self.value_outputs = tuple(
-            None if x is None else describe(x, TILE, cols) for x in self.targets for cols in (w.block_n, w.tail)
+            None if x is None else bind(x, TILE, cols, tma) for x in self.targets for cols in (w.block_n, w.tail)
         )
 
     def _sums(self) -> torch.Tensor | None:
@@ -175,9 +181,10 @@ class _Backward:
         lse2, delta = torch.empty((2, s.heads * m_total * TILE), device=self.device, dtype=torch.float32)
         height, width = 16, 256
         rows.row_terms[(s.heads * m_total * (TILE // height),)](
-            describe(do, height, width), describe(out, height, width), lse.contiguous(),
+            bind(do, height, width, self.tma), bind(out, height, width, self.tma), lse.contiguous(),
             self.grad_lse, lse2, delta, s.len_q, self.heads_q, m_total,
-            D=s.head_dim, BLOCK_D=width, HAS_GRAD_LSE=self.grad_lse is not None, ROWS=height, TILE=TILE, num_warps=4,
+            D=s.head_dim, BLOCK_D=width, HAS_GRAD_LSE=self.grad_lse is not None, ROWS=height, TMA=self.tma, TILE=TILE,
+            num_warps=4,
         )  # fmt: skip
         return lse2, delta
 
@@ -217,14 +224,15 @@ class _Backward:
         value.value_backward[(query_programs + key_programs * (need_dk + need_dv),)](
             *self.value_tiles, *self.value_operands, *self.value_outputs, self.sums, x.key_tiles * TILE,
             self.grad_scale, self.scale,
-            s.len_q, x.row_first, x.col_first, x.head_first, self.heads_q, s.group, x.m_tiles, x.n_tiles, x.slots,
-            x.heads, x.offset, query_programs, key_programs, x.heads_per_group, x.splits, int(queries_first),
+            s.len_q, s.len_kv, x.row_first, x.col_first, x.head_first, self.heads_q, s.group, x.m_tiles, x.n_tiles,
+            x.slots, x.heads, x.offset, query_programs, key_programs, x.heads_per_group, x.splits, int(queries_first),
             int(x.previous), BLOCK_N=w.block_n, TAIL=w.tail, BLOCK_K=w.block_k, NEED_DQ=need_dq, NEED_DK=need_dk,
             NEED_DV=need_dv, PARTIAL=x.partial, SCALED=self.scaled, **self.common, **w.options(),
         )  # fmt: skip
 
     def reduce(self, x: Block) -> None:
         height, width = 32, 128
+        s = self.s
         groups, n_rows = x.heads // x.heads_per_group, x.key_tiles * TILE
         kinds = self.sums[: 2 * x.splits * groups * n_rows * self.s.head_dim].chunk(2)
         # dS carries the fp16 grad scale and lacks the softmax scale; P has neither.
@@ -232,9 +240,9 @@ class _Backward:
         for sums, target, (scale, scaled) in zip(kinds, self.targets[1:], factors, strict=True):
             if target is not None:
                 rows.reduce_partials[(groups * (n_rows // height) * -(-self.s.head_dim // width),)](
-                    sums, describe(target, height, width), self.grad_scale, scale, n_rows, self.heads_kv,
+                    sums, bind(target, height, width, self.tma), self.grad_scale, scale, s.len_kv, n_rows, self.heads_kv,
                     x.head_first // self.s.group, groups, x.col_first, x.splits,
-                    D=self.s.head_dim, BLOCK_D=width, SCALED=scaled, ROWS=height, num_warps=4,
+                    D=self.s.head_dim, BLOCK_D=width, SCALED=scaled, ROWS=height, TMA=self.tma, num_warps=4,
                 )  # fmt: skip
 
     def finish(self) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:

@@ -8,13 +8,17 @@ import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 
+Operand = TensorDescriptor | tuple[torch.Tensor, int, int, int]
+"""What ``operands.load_2d`` reads: a TMA descriptor, or a tensor and its strides over batch, head and row."""
+
+
 def describable(t: torch.Tensor) -> bool:
-    """Whether a [B, H, N, D] tensor can be read through a TMA descriptor: 16-byte rows, unit last stride."""
+    """Whether a [B, H, N, D] tensor can be read as it is: 16-byte rows, unit last stride (stride 0 elsewhere is fine)."""
     size = t.element_size()
     return (
         t.stride(-1) == 1
         and t.data_ptr() % 16 == 0
-        and all(n == 1 or (s > 0 and s * size % 16 == 0) for n, s in zip(t.shape[:-1], t.stride()[:-1], strict=True))
+        and all(n == 1 or s * size % 16 == 0 for n, s in zip(t.shape[:-1], t.stride()[:-1], strict=True))
     )
 
 
@@ -23,18 +27,20 @@ def operand(t: torch.Tensor) -> torch.Tensor:
     return t if describable(t) else t.contiguous()
 
 
-def describe(t: torch.Tensor, rows: int, cols: int) -> TensorDescriptor | None:
-    """[1, 1, rows, cols] boxes of a [B, H, N, D] tensor; None for a box without columns."""
+def bind(t: torch.Tensor, rows: int, cols: int, tma: bool) -> Operand | None:
+    """A [B, H, N, D] tensor as an operand read in [rows, cols] tiles; None for a tile without columns."""
     if not cols:
         return None
+    if not tma:
+        return (t, *t.stride()[:3])
     # The stride of a dimension of one element is arbitrary in torch, but a descriptor wants a legal one.
     strides = [s if n > 1 else t.shape[-1] for n, s in zip(t.shape[:-1], t.stride()[:-1], strict=True)]
     return TensorDescriptor(t, list(t.shape), [*strides, 1], [1, 1, rows, cols])
 
 
-def describe_tiles(t: torch.Tensor, rows: int, cols: int) -> TensorDescriptor:
-    """[rows, cols] boxes of the workspace, a [slots * TILE, TILE] tensor."""
-    return TensorDescriptor(t, list(t.shape), list(t.stride()), [rows, cols])
+def bind_tiles(t: torch.Tensor, rows: int, cols: int, tma: bool) -> TensorDescriptor | torch.Tensor:
+    """The workspace, a [slots * TILE, TILE] tensor, read or written in [rows, cols] parts."""
+    return TensorDescriptor(t, list(t.shape), list(t.stride()), [rows, cols]) if tma else t
 
 
 @lru_cache(maxsize=None)

@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from .geometry import slot_of, visible_tiles_of
+from .operands import load_2d, store_2d
 
 LN2 = tl.constexpr(0.6931471805599453)
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -110,8 +111,9 @@ def refine(
 
 @triton.jit(do_not_specialize=["len_q", "heads_q", "m_tiles"])
 def row_terms(
-    do_desc, out_desc, lse_ptr, grad_lse_ptr, lse2_ptr, delta_ptr, len_q, heads_q, m_tiles,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, HAS_GRAD_LSE: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+    do, out, lse_ptr, grad_lse_ptr, lse2_ptr, delta_ptr, len_q, heads_q, m_tiles,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, HAS_GRAD_LSE: tl.constexpr, ROWS: tl.constexpr, TMA: tl.constexpr,
+    TILE: tl.constexpr,
 ):  # fmt: skip
     """``delta = rowsum(dO * O) - dlse`` and LSE in log2 units, both [B * Hq, m_tiles * TILE].
 
@@ -125,9 +127,8 @@ def row_terms(
     h = head % heads_q
     acc = tl.zeros([ROWS], tl.float32)
     for d in tl.range(0, D, BLOCK_D):
-        do = do_desc.load([b, h, row, d]).reshape([ROWS, BLOCK_D]).to(tl.float32)
-        o = out_desc.load([b, h, row, d]).reshape([ROWS, BLOCK_D]).to(tl.float32)
-        acc += tl.sum(do * o, 1)
+        x = load_2d(do, b, h, row, d, len_q, D, ROWS, BLOCK_D, TMA).to(tl.float32)
+        acc += tl.sum(x * load_2d(out, b, h, row, d, len_q, D, ROWS, BLOCK_D, TMA).to(tl.float32), 1)
     rows = row + tl.arange(0, ROWS)
     inside = rows < len_q
     lse = tl.load(lse_ptr + head.to(tl.int64) * len_q + rows, mask=inside, other=float("inf"))
@@ -139,10 +140,10 @@ def row_terms(
     tl.store(delta_ptr + to, acc)
 
 
-@triton.jit(do_not_specialize=["n_rows", "heads_kv", "group_first", "groups", "col_first", "splits"])
+@triton.jit(do_not_specialize=["len_kv", "n_rows", "heads_kv", "group_first", "groups", "col_first", "splits"])
 def reduce_partials(
-    partial_ptr, grad_desc, grad_scale_ptr, scale, n_rows, heads_kv, group_first, groups, col_first, splits,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, SCALED: tl.constexpr, ROWS: tl.constexpr,
+    partial_ptr, grad, grad_scale_ptr, scale, len_kv, n_rows, heads_kv, group_first, groups, col_first, splits,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, SCALED: tl.constexpr, ROWS: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """``scale`` times the float32 partial sums [splits, groups, n_rows, D], added in split order, as a gradient."""
     pid = tl.program_id(0)
@@ -163,4 +164,4 @@ def reduce_partials(
         scale = scale / tl.load(grad_scale_ptr)
     b = (group_first + g) // heads_kv
     h = (group_first + g) % heads_kv
-    grad_desc.store([b, h, col_first + row, d], (acc * scale).to(grad_desc.dtype).reshape([1, 1, ROWS, BLOCK_D]))
+    store_2d(grad, b, h, col_first + row, d, len_kv, acc * scale, D, ROWS, BLOCK_D, TMA)

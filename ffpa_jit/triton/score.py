@@ -29,7 +29,8 @@ epilogue hides behind the other's wgmma; a 128 x 256 tile with two warpgroups ha
 import triton
 import triton.language as tl
 
-from .geometry import first_row_tile_of, slot_of, tile_of, visible_tiles_of  # noqa: F401  (used by jitted code)
+from .geometry import slot_of, tile_of
+from .operands import load_2d, store_tile
 
 _COUNTS = [
     "len_q", "len_kv", "row_first", "col_first", "head_first", "heads_q", "group", "m_tiles", "n_tiles", "slots",
@@ -38,105 +39,16 @@ _COUNTS = [
 
 
 @triton.jit
-def load_2d(desc, b, h, row, col, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """A [ROWS, COLS] tile of a [B, H, N, D] tensor; zeros outside."""
-    return desc.load([b, h, row, col]).reshape([ROWS, COLS])
-
-
-@triton.jit
-def score_tile(acc, a_desc, b_desc, b, h_a, h_b, row, col, D: tl.constexpr, BLOCK_K: tl.constexpr, TILE: tl.constexpr):
-    """``acc + A[row : row + TILE] B[col : col + TILE]^T`` in float32."""
+def score_tile(
+    acc, x, y, b, h_x, h_y, row, col, n_x, n_y,
+    D: tl.constexpr, BLOCK_K: tl.constexpr, TILE: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """``acc + X[row : row + TILE] Y[col : col + TILE]^T`` in float32."""
     for d in tl.range(0, D, BLOCK_K):
-        x = load_2d(a_desc, b, h_a, row, d, TILE, BLOCK_K)
-        y = load_2d(b_desc, b, h_b, col, d, TILE, BLOCK_K)
-        acc = tl.dot(x, y.T, acc)
+        left = load_2d(x, b, h_x, row, d, n_x, D, TILE, BLOCK_K, TMA)
+        right = load_2d(y, b, h_y, col, d, n_y, D, TILE, BLOCK_K, TMA)
+        acc = tl.dot(left, right.T, acc)
     return acc
-
-
-@triton.jit
-def mask_scores(s, row, col, len_kv, causal_offset, CAUSAL: tl.constexpr, TILE: tl.constexpr):
-    """-inf where a key does not exist or lies behind the causal diagonal; ``row`` and ``col`` are global."""
-    cols = col + tl.arange(0, TILE)
-    if CAUSAL:
-        rows = row + tl.arange(0, TILE)
-        # The diagonal ends before the keys do for every row that exists, so one comparison covers both limits.
-        s = tl.where(cols[None, :] <= tl.minimum(rows + causal_offset, len_kv - 1)[:, None], s, float("-inf"))
-    else:
-        s = tl.where((cols < len_kv)[None, :], s, float("-inf"))
-    return s
-
-
-@triton.jit
-def last_full(row, len_q, len_kv, CAUSAL: tl.constexpr):
-    """How many keys every row from ``row`` on sees. A tile that ends there needs no mask, and interior tiles skip it."""
-    keys = len_kv
-    if CAUSAL:
-        keys = min(len_kv, row + 1 + len_kv - len_q)
-    return keys
-
-
-@triton.jit(do_not_specialize=["len_q", "len_kv", "heads_q", "group", "m_tiles"])
-def row_reference(
-    q_desc, k_desc, reference_ptr, scale_log2, len_q, len_kv, heads_q, group, m_tiles,
-    D: tl.constexpr, BLOCK_K: tl.constexpr, CAUSAL: tl.constexpr, SHIFT: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """``ceil(max over a sample of TILE keys) + SHIFT`` for every query row; writes [B * Hq, m_tiles * TILE]."""
-    pid = tl.program_id(0)
-    head = pid // m_tiles
-    row = (pid % m_tiles) * TILE
-    b = head // heads_q
-    h = head % heads_q
-    if CAUSAL:
-        col = row + len_kv - len_q
-    else:
-        col = ((row.to(tl.int64) * len_kv) // len_q).to(tl.int32)
-    col = max(min(col, len_kv - TILE), 0)
-    s = score_tile(tl.zeros([TILE, TILE], tl.float32), q_desc, k_desc, b, h, h // group, row, col, D, BLOCK_K, TILE) * scale_log2
-    s = mask_scores(s, row, col, len_kv, len_kv - len_q, CAUSAL, TILE)
-    reference = tl.ceil(tl.max(s, 1)) + SHIFT
-    tl.store(reference_ptr + pid.to(tl.int64) * TILE + tl.arange(0, TILE), reference)
-
-
-@triton.jit(do_not_specialize=_COUNTS)
-def score_forward(
-    q_desc, k_desc, p_desc, reference_ptr, tile_reference_ptr, tile_sum_ptr, tile_mass_ptr, scale_log2,
-    len_q, len_kv, row_first, col_first, head_first, heads_q, group, m_tiles, n_tiles, slots, programs, offset,
-    D: tl.constexpr, BLOCK_K: tl.constexpr, CAUSAL: tl.constexpr, HEADROOM: tl.constexpr, PTX: tl.constexpr,
-    TILE: tl.constexpr, GROUP_ROWS: tl.constexpr,
-):  # fmt: skip
-    """P tiles of a block; for each row of a tile its reference, its sum (for LSE) and the sum of what was stored.
-
-    O is divided by the sum of the *rounded* P: a row that one key dominates then gets that key's value exactly.
-    """
-    pid = tl.program_id(0)
-    z = pid // programs
-    m_tile, n_tile = tile_of(pid % programs, m_tiles, n_tiles, offset, CAUSAL, TILE, GROUP_ROWS)
-    if m_tile < 0:
-        return
-    head = head_first + z
-    b = head // heads_q
-    h = head % heads_q
-    row = row_first + m_tile * TILE
-    col = col_first + n_tile * TILE
-    s = score_tile(tl.zeros([TILE, TILE], tl.float32), q_desc, k_desc, b, h, h // group, row, col, D, BLOCK_K, TILE) * scale_log2
-    # Interior tiles see every key: the branch spares them the comparisons.
-    if last_full(row, len_q, len_kv, CAUSAL) < col + TILE:
-        s = mask_scores(s, row, col, len_kv, len_kv - len_q, CAUSAL, TILE)
-
-    lanes = tl.arange(0, TILE)
-    row_tiles = tl.cdiv(len_q, TILE)
-    reference = tl.load(reference_ptr + (head.to(tl.int64) * row_tiles * TILE + row) + lanes)
-    highest = tl.max(s, 1)
-    reference = tl.where(highest - reference > HEADROOM, tl.ceil(highest), reference)
-    reference = tl.where(reference == float("-inf"), 0.0, reference)
-    p = tl.exp2(s - reference[:, None])
-    stored = to_storage(p, p_desc.dtype, PTX)
-
-    slot = z * slots + slot_of(m_tile, n_tile, n_tiles, offset, CAUSAL, TILE)
-    tl.store(tile_reference_ptr + slot * TILE + lanes, reference)
-    tl.store(tile_sum_ptr + slot * TILE + lanes, tl.sum(p, 1))
-    p_desc.store([slot * TILE, 0], stored)
-    tl.store(tile_mass_ptr + slot * TILE + lanes, tl.sum(from_storage(stored, PTX), 1))
 
 
 @triton.jit
@@ -164,13 +76,105 @@ def from_storage(x, PTX: tl.constexpr):
     return y
 
 
+@triton.jit
+def mask_scores(s, row, col, len_kv, causal_offset, CAUSAL: tl.constexpr, TILE: tl.constexpr):
+    """-inf where a key does not exist or lies behind the causal diagonal; ``row`` and ``col`` are global."""
+    cols = col + tl.arange(0, TILE)
+    if CAUSAL:
+        rows = row + tl.arange(0, TILE)
+        # The diagonal ends before the keys do for every row that exists, so one comparison covers both limits.
+        s = tl.where(cols[None, :] <= tl.minimum(rows + causal_offset, len_kv - 1)[:, None], s, float("-inf"))
+    else:
+        s = tl.where((cols < len_kv)[None, :], s, float("-inf"))
+    return s
+
+
+@triton.jit
+def last_full(row, len_q, len_kv, CAUSAL: tl.constexpr):
+    """How many keys every row from ``row`` on sees. A tile that ends there needs no mask, and interior tiles skip it."""
+    keys = len_kv
+    if CAUSAL:
+        keys = min(len_kv, row + 1 + len_kv - len_q)
+    return keys
+
+
+@triton.jit(do_not_specialize=["len_q", "len_kv", "heads_q", "group", "m_tiles"])
+def row_reference(
+    q, k, reference_ptr, scale_log2, len_q, len_kv, heads_q, group, m_tiles,
+    D: tl.constexpr, BLOCK_K: tl.constexpr, CAUSAL: tl.constexpr, SHIFT: tl.constexpr, TMA: tl.constexpr,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    """``ceil(max over a sample of TILE keys) + SHIFT`` for every query row; writes [B * Hq, m_tiles * TILE]."""
+    pid = tl.program_id(0)
+    head = pid // m_tiles
+    row = (pid % m_tiles) * TILE
+    b = head // heads_q
+    h = head % heads_q
+    if CAUSAL:
+        col = row + len_kv - len_q
+    else:
+        col = ((row.to(tl.int64) * len_kv) // len_q).to(tl.int32)
+    col = max(min(col, len_kv - TILE), 0)
+    s = score_tile(tl.zeros([TILE, TILE], tl.float32), q, k, b, h, h // group, row, col, len_q, len_kv,
+                   D, BLOCK_K, TILE, TMA) * scale_log2  # fmt: skip
+    s = mask_scores(s, row, col, len_kv, len_kv - len_q, CAUSAL, TILE)
+    reference = tl.ceil(tl.max(s, 1)) + SHIFT
+    tl.store(reference_ptr + pid.to(tl.int64) * TILE + tl.arange(0, TILE), reference)
+
+
+@triton.jit(do_not_specialize=_COUNTS)
+def score_forward(
+    q, k, p_tiles, reference_ptr, tile_reference_ptr, tile_sum_ptr, tile_mass_ptr, scale_log2,
+    len_q, len_kv, row_first, col_first, head_first, heads_q, group, m_tiles, n_tiles, slots, programs, offset,
+    D: tl.constexpr, BLOCK_K: tl.constexpr, CAUSAL: tl.constexpr, HEADROOM: tl.constexpr, PTX: tl.constexpr,
+    TMA: tl.constexpr, TILE: tl.constexpr, GROUP_ROWS: tl.constexpr,
+):  # fmt: skip
+    """P tiles of a block; for each row of a tile its reference, its sum (for LSE) and the sum of what was stored.
+
+    O is divided by the sum of the *rounded* P: a row that one key dominates then gets that key's value exactly.
+    """
+    pid = tl.program_id(0)
+    z = pid // programs
+    m_tile, n_tile = tile_of(pid % programs, m_tiles, n_tiles, offset, CAUSAL, TILE, GROUP_ROWS)
+    if m_tile < 0:
+        return
+    head = head_first + z
+    b = head // heads_q
+    h = head % heads_q
+    row = row_first + m_tile * TILE
+    col = col_first + n_tile * TILE
+    s = score_tile(tl.zeros([TILE, TILE], tl.float32), q, k, b, h, h // group, row, col, len_q, len_kv,
+                   D, BLOCK_K, TILE, TMA) * scale_log2  # fmt: skip
+    # Interior tiles see every key: the branch spares them the comparisons.
+    if last_full(row, len_q, len_kv, CAUSAL) < col + TILE:
+        s = mask_scores(s, row, col, len_kv, len_kv - len_q, CAUSAL, TILE)
+
+    lanes = tl.arange(0, TILE)
+    row_tiles = tl.cdiv(len_q, TILE)
+    reference = tl.load(reference_ptr + (head.to(tl.int64) * row_tiles * TILE + row) + lanes)
+    highest = tl.max(s, 1)
+    reference = tl.where(highest - reference > HEADROOM, tl.ceil(highest), reference)
+    reference = tl.where(reference == float("-inf"), 0.0, reference)
+    p = tl.exp2(s - reference[:, None])
+    if TMA:
+        dtype: tl.constexpr = p_tiles.dtype
+    else:
+        dtype: tl.constexpr = p_tiles.dtype.element_ty
+    stored = to_storage(p, dtype, PTX)
+
+    slot = z * slots + slot_of(m_tile, n_tile, n_tiles, offset, CAUSAL, TILE)
+    tl.store(tile_reference_ptr + slot * TILE + lanes, reference)
+    tl.store(tile_sum_ptr + slot * TILE + lanes, tl.sum(p, 1))
+    store_tile(p_tiles, slot * TILE, stored, TILE, TMA)
+    tl.store(tile_mass_ptr + slot * TILE + lanes, tl.sum(from_storage(stored, PTX), 1))
+
+
 @triton.jit(do_not_specialize=_COUNTS)
 def score_backward(
-    q_desc, k_desc, v_desc, do_desc, p_desc, ds_desc, lse_ptr, delta_ptr, row_sum_ptr, row_size_ptr, grad_scale_ptr,
-    scale_log2,
+    q, k, v, do, p_tiles, ds_tiles, lse_ptr, delta_ptr, row_sum_ptr, row_size_ptr, grad_scale_ptr, scale_log2,
     len_q, len_kv, row_first, col_first, head_first, heads_q, group, m_tiles, n_tiles, slots, programs, offset,
     D: tl.constexpr, BLOCK_K: tl.constexpr, CAUSAL: tl.constexpr, STORE_DS: tl.constexpr, SCALED: tl.constexpr,
-    PTX: tl.constexpr, TILE: tl.constexpr, GROUP_ROWS: tl.constexpr,
+    PTX: tl.constexpr, TMA: tl.constexpr, TILE: tl.constexpr, GROUP_ROWS: tl.constexpr,
 ):  # fmt: skip
     """P and dS tiles of a block, and for each row of a dS tile its sum and the sum of its magnitudes.
 
@@ -190,19 +194,24 @@ def score_backward(
     at = head.to(tl.int64) * tl.cdiv(len_q, TILE) * TILE + row
     slot = z * slots + slot_of(m_tile, n_tile, n_tiles, offset, CAUSAL, TILE)
 
-    s = score_tile(tl.zeros([TILE, TILE], tl.float32), q_desc, k_desc, b, h, h // group, row, col, D, BLOCK_K, TILE) * scale_log2
+    s = score_tile(tl.zeros([TILE, TILE], tl.float32), q, k, b, h, h // group, row, col, len_q, len_kv,
+                   D, BLOCK_K, TILE, TMA) * scale_log2  # fmt: skip
     if last_full(row, len_q, len_kv, CAUSAL) < col + TILE:
         s = mask_scores(s, row, col, len_kv, len_kv - len_q, CAUSAL, TILE)
     p = tl.exp2(s - tl.load(lse_ptr + at + lanes)[:, None])
-    p = to_storage(p, p_desc.dtype, PTX)
-    p_desc.store([slot * TILE, 0], p)
+    if TMA:
+        dtype: tl.constexpr = p_tiles.dtype
+    else:
+        dtype: tl.constexpr = p_tiles.dtype.element_ty
+    p = to_storage(p, dtype, PTX)
+    store_tile(p_tiles, slot * TILE, p, TILE, TMA)
     if STORE_DS:
         # The accumulator starts at -delta: one row vector less to keep alive behind the loop.
         dp = tl.broadcast_to(-tl.load(delta_ptr + at + lanes)[:, None], [TILE, TILE])
-        ds = score_tile(dp, do_desc, v_desc, b, h, h // group, row, col, D, BLOCK_K, TILE)
+        ds = score_tile(dp, do, v, b, h, h // group, row, col, len_q, len_kv, D, BLOCK_K, TILE, TMA)
         if SCALED:
             ds *= tl.load(grad_scale_ptr)
         ds *= from_storage(p, PTX)
         tl.store(row_sum_ptr + slot * TILE + lanes, tl.sum(ds, 1))
         tl.store(row_size_ptr + slot * TILE + lanes, tl.sum(tl.abs(ds), 1))
-        ds_desc.store([slot * TILE, 0], to_storage(ds, ds_desc.dtype, PTX))
+        store_tile(ds_tiles, slot * TILE, to_storage(ds, dtype, PTX), TILE, TMA)
