@@ -9,7 +9,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 
 Operand = TensorDescriptor | tuple[torch.Tensor, int, int, int]
-"""What ``operands.load_2d`` reads: a TMA descriptor, or a tensor and its strides over batch, head and row."""
+"""What ``operands.load_2d`` reads: a TMA descriptor, or a tensor and its strides over batch, head and row in units of 8 elements."""
 
 
 def describable(t: torch.Tensor) -> bool:
@@ -32,7 +32,8 @@ def bind(t: torch.Tensor, rows: int, cols: int, tma: bool) -> Operand | None:
     if not cols:
         return None
     if not tma:
-        return (t, *t.stride()[:3])
+        b, h, n = (s // 8 if size > 1 else 0 for s, size in zip(t.stride()[:-1], t.shape[:-1], strict=True))
+        return t, b, h, n
     # The stride of a dimension of one element is arbitrary in torch, but a descriptor wants a legal one.
     strides = [s if n > 1 else t.shape[-1] for n, s in zip(t.shape[:-1], t.stride()[:-1], strict=True)]
     return TensorDescriptor(t, list(t.shape), [*strides, 1], [1, 1, rows, cols])

@@ -1,7 +1,7 @@
 """Device-side access to operands: [B, H, N, D] tensors and the tiles of the workspace.
 
-Where the hardware has TMA an operand is a tensor descriptor; elsewhere it is ``(pointer, stride_b, stride_h, stride_n)``
-for a tensor and a pointer for the workspace, because a descriptor that Triton lowers to pointers loses the alignment
+Where the hardware has TMA an operand is a tensor descriptor; elsewhere it is ``(pointer, stride_b, stride_h, stride_n)``,
+strides in units of 8 elements, for a tensor and a pointer for the workspace, because a descriptor that Triton lowers to pointers loses the alignment
 that ``cp.async`` needs (Triton 3.6 then loads without pipelining). Either way what lies outside is read as zero and
 never written, offsets are 64-bit, and rows start at multiples of 16 bytes (``launch.operand`` sees to it).
 """
@@ -12,9 +12,10 @@ import triton.language as tl
 
 @triton.jit
 def _addresses(x, b, h, row, col, ROWS: tl.constexpr, COLS: tl.constexpr):
-    start = tl.multiple_of(b.to(tl.int64) * x[1] + h.to(tl.int64) * x[2], 8)
+    # Strides come in units of 8 elements, so that the compiler sees the alignment whatever their value.
+    start = (b.to(tl.int64) * x[1] + h.to(tl.int64) * x[2]) * 8
     rows = (row + tl.arange(0, ROWS)).to(tl.int64)
-    return x[0] + start + rows[:, None] * tl.multiple_of(x[3], 8) + (col + tl.arange(0, COLS))[None, :]
+    return x[0] + start + rows[:, None] * (x[3] * 8) + (col + tl.arange(0, COLS))[None, :]
 
 
 @triton.jit
