@@ -159,8 +159,11 @@ def ffpa_attn_func(
             bool(enable_gqa),
             (query.requires_grad or key.requires_grad or value.requires_grad) and torch.is_grad_enabled(),
             False,
+            return_lse,
         )
         plan = _decide_cached(call, forward, backward, settings.workspace_text()).plan
+        if plan is not None and plan.small:
+            return sdpa.fallback(query, key, value, None, 0.0, call.is_causal, scale, call.enable_gqa)
         if (
             plan is not None
             and plan.forward != "sdpa"
@@ -202,7 +205,7 @@ def _general(
     installed = _installed()
     is_causal, enable_gqa = bool(is_causal), bool(enable_gqa)
     query, key, value = _autocast(query), _autocast(key), _autocast(value)
-    call = _call(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
+    call = _call(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa, return_lse)
     rejection, problem, plan = dispatch.decide(call, forward, backward, installed)
     if rejection is not None:
         if installed and not return_lse and forward is None and backward is None:
@@ -217,7 +220,7 @@ def _general(
                 "return_lse=True: SDPA returns no log-sum-exp, and it runs this call"
                 + (": it was named" if forward is not None else dispatch.listed(plan.refusals))
             )
-        if forward is None:
+        if forward is None and not plan.small:
             dispatch.report_fallback("forward", plan.refusals)
         return sdpa.fallback(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
 
@@ -292,7 +295,7 @@ def explain(
             return dispatch.Explanation(summary, None, None, others, f"NotImplementedError: {error}")
         return dispatch.Explanation(summary, "sdpa", "sdpa" if needs_grad else None, others)
     query, key, value = _autocast(query), _autocast(key), _autocast(value)
-    call = _call(query, key, value, attn_mask, dropout_p, bool(is_causal), bool(enable_gqa))
+    call = _call(query, key, value, attn_mask, dropout_p, bool(is_causal), bool(enable_gqa), return_lse)
     return dispatch.explain_call(summary, call, forward, backward, _installed(), return_lse)
 
 
@@ -357,6 +360,7 @@ def _call(
     dropout_p: float,
     is_causal: bool,
     enable_gqa: bool,
+    return_lse: bool,
 ) -> Call:
     grad = torch.is_grad_enabled()
     return Call(
@@ -376,6 +380,7 @@ def _call(
         enable_gqa,
         grad and (query.requires_grad or key.requires_grad or value.requires_grad),
         grad and attn_mask is not None and attn_mask.requires_grad,
+        return_lse,
     )
 
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ffpa_jit import registry, settings
+from ffpa_jit import registry, sdpa, settings
 from ffpa_jit.backends import DEFAULTS, NAMES, Backend
 from ffpa_jit.problem import MAX_HEAD_DIM, Call, Problem, Refusal, Rejection, describe, dtype_rejection
 
@@ -32,12 +32,14 @@ class Plan:
 
     `forward`: name of the backend that computes the output. `backward`: of the one that computes the gradients, None if
     nothing requires them. "sdpa" as `forward` means the whole call; as `backward` alone, that SDPA is run again.
-    `refusals`: what the backends that were tried and passed over had to say, by name.
+    `refusals`: what the backends that were tried and passed over had to say, by name. `small`: SDPA was chosen
+    although another backend could run the problem, because it is faster; that is no reason to warn.
     """
 
     forward: str
     backward: str | None
     refusals: dict[str, tuple[Refusal, ...]] = field(default_factory=dict)
+    small: bool = False
 
 
 class Decision(NamedTuple):
@@ -127,6 +129,11 @@ def plan(problem: Problem, forward: Backend | None, backward: Backend | None) ->
                 chosen = name
                 break
             passed_over[name] = reasons
+        if chosen != "sdpa" and backward is None and not problem.wants_lse:
+            slower = _slower_than_sdpa(chosen, problem)
+            if slower is not None:
+                passed_over[chosen] = (slower,)
+                return Plan("sdpa", "sdpa" if needs_grad else None, passed_over, small=True)
 
     if not needs_grad:
         return Plan(chosen, None, passed_over)
@@ -148,6 +155,20 @@ def plan(problem: Problem, forward: Backend | None, backward: Backend | None) ->
             return Plan(chosen, name, passed_over)
         passed_over[name] = reasons
     return Plan(chosen, "sdpa", passed_over)
+
+
+def _slower_than_sdpa(name: str, problem: Problem) -> Refusal | None:
+    """Why a backend that could run `problem` is not worth it: its launches alone take longer than all of SDPA."""
+    if problem.arch == "interpreter":
+        return None
+    ours, theirs = registry.get(name).estimate(problem), sdpa.estimate(problem)
+    if ours <= theirs:
+        return None
+    return Refusal(
+        "small",
+        f"the call is so small that SDPA is faster (about {theirs:.0f} us against {ours:.0f} us, launches included); "
+        f"name the backend ({name!r}) to run it all the same",
+    )
 
 
 def _require(problem: Problem, named: Backend, direction: str) -> None:
@@ -266,6 +287,9 @@ def reasons_against(problem: Problem, decided: Plan | None) -> dict[str, list[st
             for refusal in refusals(problem, DEFAULTS[name], direction):
                 found.setdefault(refusal.code, refusal.reason)
         if not found and decided is not None:
+            for refusal in decided.refusals.get(name, ()):
+                found[refusal.code] = refusal.reason
+        if not found and decided is not None:
             found["preference"] = f"it could run this call; {decided.forward} was chosen"
         result[name] = list(found.values())
     return result
@@ -299,7 +323,7 @@ def explain_call(
     reasons = reasons_against(problem, decided)
     if decided.forward == "sdpa" and return_lse:
         error = "NotImplementedError: return_lse=True, but SDPA runs this call and returns no log-sum-exp"
-    elif decided.refusals and "sdpa" in (decided.forward, decided.backward) and settings.strict():
+    elif decided.refusals and not decided.small and "sdpa" in (decided.forward, decided.backward) and settings.strict():
         error = "NotImplementedError: the call falls back to SDPA, and FFPA_JIT_STRICT=1 forbids that"
     if error is not None:
         return Explanation(summary, None, None, reasons, error)

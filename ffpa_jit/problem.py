@@ -63,6 +63,7 @@ class Problem:
     dropout_p: float
     needs_grad: bool
     mask_needs_grad: bool
+    wants_lse: bool = False
 
     @classmethod
     def from_tensors(
@@ -118,6 +119,7 @@ class Call(NamedTuple):
     enable_gqa: bool
     needs_grad: bool
     mask_needs_grad: bool
+    wants_lse: bool = False
 
 
 def canonical_shape(shape: Sequence[int]) -> tuple[int, int, int, int]:
@@ -187,6 +189,7 @@ def describe(call: Call) -> Problem | Rejection:
         dropout_p=call.dropout_p,
         needs_grad=call.needs_grad,
         mask_needs_grad=call.mask_needs_grad,
+        wants_lse=call.wants_lse,
     )
 
 

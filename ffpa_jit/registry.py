@@ -1,4 +1,4 @@
-"""The table of backend implementations: name -> the object with the four verbs, imported when first asked for.
+"""The table of backends: name -> the object with the verbs of `Implementation`, imported when first asked for.
 
 The table sits below the dispatcher and the ops, which both look backends up by name, so that a compiled graph carries a
 name and never an object. Importing this module imports no backend.
@@ -20,7 +20,7 @@ __all__ = ["Implementation", "get", "missing", "on_change", "replaced"]
 
 
 class Implementation(Protocol):
-    """The four verbs of a backend; tensors are [B, H, N, D] of one dtype on one device."""
+    """The verbs of a backend; tensors are [B, H, N, D] of one dtype on one device."""
 
     name: str
 
@@ -55,6 +55,10 @@ class Implementation(Protocol):
         """Compile what `problem` needs, so that its first call does not."""
         ...
 
+    def estimate(self, problem: Problem) -> float:
+        """About how many microseconds a call that this backend runs takes, launches and backward included."""
+        ...
+
 
 class _NotBuilt:
     """A backend that is declared but has no kernels in this release: it refuses everything."""
@@ -74,6 +78,9 @@ class _NotBuilt:
 
     def warm(self, problem: Problem) -> None:
         raise NotImplementedError(self._reason)
+
+    def estimate(self, problem: Problem) -> float:
+        return float("inf")
 
 
 # name -> (module that holds the object as BACKEND, distributions' top-level modules it needs and how to get them)

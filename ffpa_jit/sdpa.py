@@ -12,8 +12,9 @@ from typing import cast
 import torch
 
 from ffpa_jit import settings
+from ffpa_jit.problem import Problem
 
-__all__ = ["backward", "fallback", "native"]
+__all__ = ["backward", "estimate", "fallback", "native"]
 
 native = cast(Callable[..., torch.Tensor], torch._C._nn.scaled_dot_product_attention)
 
@@ -52,6 +53,24 @@ def fallback(
                 out = native(square, key, value, None, dropout_p, True, scale=scale, enable_gqa=enable_gqa)
                 return out[..., len_kv - len_q :, :]
     return native(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+
+
+def estimate(problem: Problem) -> float:
+    """About how many microseconds SDPA takes for `problem`, backward included where it needs one.
+
+    From an H200 and torch 2.11 (bench/NOTES.md): 20 us of launches, then 130 TFLOP/s forward and 45 backward, in 64-row
+    tiles. With grouped heads SDPA repeats K and V or takes its math path, tens of times slower: nothing is small then.
+    The figures only decide which of two correct paths is taken, so a factor of two on another GPU does little harm.
+    """
+    if problem.heads_q != problem.heads_kv:
+        return float("inf")
+    rows, cols = -(-problem.len_q // 64) * 64, -(-problem.len_kv // 64) * 64
+    product = 2.0e-6 * problem.batch * problem.heads_q * problem.head_dim * rows * cols  # MFLOP of one matrix product
+    if problem.is_causal:
+        product *= 0.5
+    if problem.needs_grad:
+        return 20.0 + 60.0 + product * (2.0 / 130.0 + 5.0 / 45.0)
+    return 20.0 + product * (2.0 / 130.0)
 
 
 def backward(

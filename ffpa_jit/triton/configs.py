@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from importlib import resources
 from typing import Any
 
@@ -52,7 +52,7 @@ def family(arch: str) -> str | None:
     return _FAMILY_OF.get(arch)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _load(name: str) -> dict[str, Any]:
     folder = resources.files("ffpa_jit.triton") / "configs"
     table: dict[str, Any] = json.loads((folder / f"{name}.json").read_text())
@@ -71,19 +71,19 @@ def _table(arch: str) -> dict[str, Any]:
     return _load(name)
 
 
-@lru_cache(maxsize=None)
+@cache
 def score_tiling(arch: str, direction: str) -> Tiling:
     """Configuration of ``score_forward`` or ``score_backward``."""
     return Tiling(**_table(arch)[f"score_{direction}"])
 
 
-@lru_cache(maxsize=None)
+@cache
 def value_tiling(arch: str, direction: str, head_dim: int) -> Tiling:
     """Configuration of a value kernel: the widths that cover ``head_dim`` at the least estimated cost."""
 
     def cost(entry: dict[str, Any]) -> float:
         width: int = entry["block_n"] + entry.get("tail", 0)
-        return -(-head_dim // width) * width / entry["rate"]
+        return float(-(-head_dim // width) * width / entry["rate"])
 
     best = min(_table(arch)[f"value_{direction}"], key=cost)
     return Tiling(**{k: v for k, v in best.items() if k != "rate"})

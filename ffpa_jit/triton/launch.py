@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
+from typing import Any
 
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-
-Operand = TensorDescriptor | tuple[torch.Tensor, int, int, int]
-"""What ``operands.load_2d`` reads: a TMA descriptor, or a tensor and its strides over batch, head and row in units of 8 elements."""
+Operand = Any
+"""What ``operands.load_2d`` reads: a TMA descriptor, or (tensor, strides over batch, head and row in 8 elements)."""
 
 
 def describable(t: torch.Tensor) -> bool:
-    """Whether a [B, H, N, D] tensor can be read as it is: 16-byte rows, unit last stride (stride 0 elsewhere is fine)."""
+    """Whether a [B, H, N, D] tensor can be read as it is: 16-byte rows, last stride 1, elsewhere 0 is fine."""
     size = t.element_size()
     return (
         t.stride(-1) == 1
@@ -39,12 +39,12 @@ def bind(t: torch.Tensor, rows: int, cols: int, tma: bool) -> Operand | None:
     return TensorDescriptor(t, list(t.shape), [*strides, 1], [1, 1, rows, cols])
 
 
-def bind_tiles(t: torch.Tensor, rows: int, cols: int, tma: bool) -> TensorDescriptor | torch.Tensor:
+def bind_tiles(t: torch.Tensor, rows: int, cols: int, tma: bool) -> Any:
     """The workspace, a [slots * TILE, TILE] tensor, read or written in [rows, cols] parts."""
     return TensorDescriptor(t, list(t.shape), list(t.stride()), [rows, cols]) if tma else t
 
 
-@lru_cache(maxsize=None)
+@cache
 def processors(device: torch.device) -> int:
     """Streaming multiprocessors (compute units) of the device; 1 for the interpreter."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

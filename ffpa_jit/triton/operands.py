@@ -1,9 +1,10 @@
 """Device-side access to operands: [B, H, N, D] tensors and the tiles of the workspace.
 
-Where the hardware has TMA an operand is a tensor descriptor; elsewhere it is ``(pointer, stride_b, stride_h, stride_n)``,
-strides in units of 8 elements, for a tensor and a pointer for the workspace, because a descriptor that Triton lowers to pointers loses the alignment
-that ``cp.async`` needs (Triton 3.6 then loads without pipelining). Either way what lies outside is read as zero and
-never written, offsets are 64-bit, and rows start at multiples of 16 bytes (``launch.operand`` sees to it).
+Where the hardware has TMA an operand is a tensor descriptor. Elsewhere a tensor is ``(pointer, stride_b, stride_h,
+stride_n)`` with strides in units of 8 elements, and the workspace a pointer, because a descriptor that Triton lowers
+to pointers loses the alignment that ``cp.async`` needs (Triton 3.6 then loads without pipelining). Either way what
+lies outside is read as zero and never written, offsets are 64-bit, and rows start at multiples of 16 bytes
+(``launch.operand`` sees to it).
 """
 
 import triton

@@ -18,8 +18,8 @@ def combine(
 ):  # fmt: skip
     """One reference, one sum and the LSE per row; tiles stored against another reference are brought to it.
 
-    Writes ``1 / sum of stored P`` [heads, m_tiles * TILE] and ``lse`` [B * Hq, len_q] (natural log). A row's reference is the
-    largest of its tiles', so every factor is a power of two in [0, 1] and scaling a tile cannot overflow.
+    Writes ``1 / sum of stored P`` [heads, m_tiles * TILE] and ``lse`` [B * Hq, len_q] (natural log). A row's reference
+    is the largest of its tiles', so every factor is a power of two in [0, 1] and scaling a tile cannot overflow.
     """
     pid = tl.program_id(0)
     z = pid // m_tiles
@@ -76,7 +76,7 @@ def refine(
     """Take the error of ``delta`` out of dS where it is not small against dS itself; corrects ``delta`` as well.
 
     A row of exact dS sums to ``dlse`` (``P`` sums to one), so the excess of the computed sum is the error of delta:
-    ``dS -= P * excess``. Rows whose excess is below 2^-8 of their magnitudes' sum, the usual case, are left alone.
+    ``dS -= P * excess``. Rows whose excess is below 2^-11 of their magnitudes' sum, the usual case, are left alone.
     """
     pid = tl.program_id(0)
     z = pid // m_tiles
@@ -99,7 +99,7 @@ def refine(
     row = row_first + m_tile * TILE + lanes
     if HAS_GRAD_LSE:
         excess -= scale * tl.load(grad_lse_ptr + head * len_q + row, mask=row < len_q, other=0.0)
-    excess = tl.where(tl.abs(excess) > size * 0.00390625, excess, 0.0)
+    excess = tl.where(tl.abs(excess) > size * 0.00048828125, excess, 0.0)
     if tl.max((excess != 0.0).to(tl.int32), 0) > 0:
         to = delta_ptr + head * tl.cdiv(len_q, TILE) * TILE + row
         tl.store(to, tl.load(to) + excess / scale)

@@ -76,11 +76,13 @@ class Block:
     """Its rows see no key outside the block, so row sums are complete."""
 
 
-class WorkspaceTooSmall(ValueError):
+class WorkspaceTooSmallError(ValueError):
     """The cap does not hold a single row of tiles."""
 
     def __init__(self, needed: int, cap: int) -> None:
-        super().__init__(f"the workspace cap of {cap / 2**20:.1f} MiB is below the {needed / 2**20:.1f} MiB that one block needs")
+        super().__init__(
+            f"the workspace cap of {cap / 2**20:.1f} MiB is below the {needed / 2**20:.1f} MiB that one block needs"
+        )
         self.needed = needed
 
 
@@ -94,7 +96,16 @@ def _block(s: Shape, head_first: int, heads: int, row_tile: int, m_tiles: int, c
             row_first, m_tiles, offset = row_first + skip * TILE, m_tiles - skip, offset + skip * TILE
         last_row = min(row_first + m_tiles * TILE, s.len_q) - 1
         n_tiles = min(n_tiles, tiles(last_row + 1 + s.offset) - col_tile)
-    return Block(head_first, heads, row_first, m_tiles, col_first, n_tiles, offset, slot_count(m_tiles, n_tiles, offset, s.causal))
+    return Block(
+        head_first,
+        heads,
+        row_first,
+        m_tiles,
+        col_first,
+        n_tiles,
+        offset,
+        slot_count(m_tiles, n_tiles, offset, s.causal),
+    )
 
 
 def _even(total: int, most: int) -> Iterator[tuple[int, int]]:
@@ -122,7 +133,7 @@ def _first_head_row_chunks(s: Shape, slot_limit: int) -> tuple[Block, ...]:
             count += 1
         block = _block(s, 0, 1, start, count, 0, n_total)
         if block.slots > slot_limit:
-            raise WorkspaceTooSmall(block.slots, slot_limit)
+            raise WorkspaceTooSmallError(block.slots, slot_limit)
         chunks.append(block)
         start += count
     return tuple(chunks)
@@ -133,7 +144,7 @@ def forward_blocks(s: Shape, cap: int) -> tuple[Block, ...]:
     """Blocks of the forward within ``cap`` bytes.
 
     Raises:
-        WorkspaceTooSmall: one row of tiles over all keys does not fit.
+        WorkspaceTooSmallError: one row of tiles over all keys does not fit.
     """
     m_total = tiles(s.len_q)
     cap -= s.heads * m_total * TILE * 4  # the row references live through the whole call
@@ -144,7 +155,7 @@ def forward_blocks(s: Shape, cap: int) -> tuple[Block, ...]:
         return tuple(_block(s, start, n, 0, m_total, 0, tiles(s.len_kv)) for start, n in cut)
     limit = (cap - m_total * TILE * 4) // slot_bytes
     if limit < tiles(s.len_kv):
-        raise WorkspaceTooSmall(tiles(s.len_kv) * slot_bytes, cap)
+        raise WorkspaceTooSmallError(tiles(s.len_kv) * slot_bytes, cap)
     return tuple(block for head in range(s.heads) for block in _row_chunks(s, head, limit))
 
 
@@ -165,7 +176,7 @@ def backward_blocks(
     """Blocks of the backward within ``cap`` bytes; ``matrices`` is 2 when both P and dS are stored, else 1.
 
     Raises:
-        WorkspaceTooSmall: not even one row (or column) of tiles fits.
+        WorkspaceTooSmallError: not even one row (or column) of tiles fits.
     """
     m_total, n_total = tiles(s.len_q), tiles(s.len_kv)
     cap -= 2 * s.heads * m_total * TILE * 4  # lse and delta live through the whole call
@@ -190,7 +201,7 @@ def backward_blocks(
     if not dkv:
         limit = cap // slot_bytes
         if limit < n_total:
-            raise WorkspaceTooSmall(n_total * slot_bytes, cap)
+            raise WorkspaceTooSmallError(n_total * slot_bytes, cap)
         return tuple(replace(b, dkv=False) for h in range(s.heads) for b in _row_chunks(s, h, limit))
 
     limit = max(cap - sums, 0) // slot_bytes
@@ -211,7 +222,8 @@ def _summed_blocks(s: Shape, head_first: int, limit: int, head_slots: int, dq: b
         # Later rows see more keys: they go first, so that the first block of a key tile is also its initialiser.
         cut = [b for h in range(s.group) for b in reversed(_row_chunks(s, head_first + h, limit))]
     return [
-        replace(b, dq=dq, partial=True, key_tiles=n_total, previous=i > 0, last=i == len(cut) - 1) for i, b in enumerate(cut)
+        replace(b, dq=dq, partial=True, key_tiles=n_total, previous=i > 0, last=i == len(cut) - 1)
+        for i, b in enumerate(cut)
     ]
 
 
@@ -223,7 +235,7 @@ def _two_passes(s: Shape, cap: int, slot_bytes: int, dq: bool) -> list[Block]:
     if dq:
         limit = cap // slot_bytes
         if limit < n_total:
-            raise WorkspaceTooSmall(n_total * slot_bytes, cap)
+            raise WorkspaceTooSmallError(n_total * slot_bytes, cap)
         blocks += [replace(b, dkv=False) for h in range(s.heads) for b in _row_chunks(s, h, limit)]
     for g in range(s.heads // s.group):
         head_first = g * s.group
@@ -238,12 +250,18 @@ def _two_passes(s: Shape, cap: int, slot_bytes: int, dq: bool) -> list[Block]:
                 width //= 2
             height = (cap - width * column) // (width * slot_bytes)
             if height < 1:
-                raise WorkspaceTooSmall(slot_bytes + column, cap)
+                raise WorkspaceTooSmallError(slot_bytes + column, cap)
             for start, n in _even(n_total, width):
                 rows = _block(s, head_first, 1, 0, m_total, start, n)
                 first = rows.row_first // TILE
                 parts = [
-                    replace(_block(s, head_first + h, 1, first + r, c, start, n), dq=False, partial=True, key_tiles=n, all_keys=n == n_total)
+                    replace(
+                        _block(s, head_first + h, 1, first + r, c, start, n),
+                        dq=False,
+                        partial=True,
+                        key_tiles=n,
+                        all_keys=n == n_total,
+                    )
                     for h in range(s.group)
                     for r, c in reversed(list(_even(m_total - first, height)))
                 ]

@@ -53,8 +53,11 @@ def score_tile(
 
 @triton.jit
 def to_storage(x, dtype: tl.constexpr, PTX: tl.constexpr):
-    """float32 to fp16 or bf16. The packed conversion is spelled out for NVIDIA: left alone, LLVM splits some bf16 pairs,
-    and P then takes a register an element instead of half of one, which spills."""
+    """float32 to fp16 or bf16.
+
+    The packed conversion is spelled out for NVIDIA: left alone, LLVM splits some bf16 pairs, and P then takes a
+    register an element instead of half of one, which spills.
+    """
     if PTX and dtype == tl.bfloat16:
         y = tl.inline_asm_elementwise(
             "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=tl.bfloat16, is_pure=True, pack=2
@@ -91,7 +94,7 @@ def mask_scores(s, row, col, len_kv, causal_offset, CAUSAL: tl.constexpr, TILE: 
 
 @triton.jit
 def last_full(row, len_q, len_kv, CAUSAL: tl.constexpr):
-    """How many keys every row from ``row`` on sees. A tile that ends there needs no mask, and interior tiles skip it."""
+    """How many keys every row from ``row`` on sees; a tile that ends there needs no mask."""
     keys = len_kv
     if CAUSAL:
         keys = min(len_kv, row + 1 + len_kv - len_q)

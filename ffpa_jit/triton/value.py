@@ -181,11 +181,11 @@ def _key_side(
                   D, BLOCK_N, TAIL, BLOCK_K, CAUSAL, PARTIAL, TMA, TILE)  # fmt: skip
 
 
-@triton.jit(
-    do_not_specialize=[
-        *_COUNTS, "sum_rows", "query_programs", "key_programs", "heads_per_group", "splits", "queries_first", "previous",
-    ]
-)  # fmt: skip
+_BACKWARD_COUNTS = [*_COUNTS, "sum_rows", "query_programs", "key_programs", "heads_per_group", "splits",
+                    "queries_first", "previous"]  # fmt: skip
+
+
+@triton.jit(do_not_specialize=_BACKWARD_COUNTS)
 def value_backward(
     p_t_tiles, ds_tiles, ds_t_tiles, q, q_tail, k, k_tail, do, do_tail, dq, dq_tail, dk, dk_tail, dv, dv_tail,
     sum_ptr, sum_rows, grad_scale_ptr, scale, len_q, len_kv,
@@ -219,6 +219,6 @@ def value_backward(
                                                D, BLOCK_N, TAIL, BLOCK_K, CAUSAL, TMA, TILE)  # fmt: skip
         _store(dq, dq_tail, acc * scale, tail * scale, b, h, row, len_q, d, D, BLOCK_N, TAIL, TMA, TILE)
     else:
-        _key_side(pid, p_t_tiles, ds_t_tiles, q, q_tail, do, do_tail, dk, dk_tail, dv, dv_tail, sum_ptr, sum_rows, scale,
-                  len_q, len_kv, block, heads_per_group, splits, previous,
+        _key_side(pid, p_t_tiles, ds_t_tiles, q, q_tail, do, do_tail, dk, dk_tail, dv, dv_tail, sum_ptr, sum_rows,
+                  scale, len_q, len_kv, block, heads_per_group, splits, previous,
                   D, BLOCK_N, TAIL, BLOCK_K, CAUSAL, NEED_DK, NEED_DV, PARTIAL, TMA, TILE)  # fmt: skip
