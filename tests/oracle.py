@@ -166,9 +166,11 @@ def assert_close(
     def norm(x: Tensor) -> Tensor:
         return torch.linalg.vector_norm(x, dim=axes)
 
-    # The slack of one head never falls under that of the average head: heads of a few elements scatter.
+    # The slack of one head never falls under that of the average head: heads of a few rows scatter about it, and the
+    # worst of many such heads by more (the largest of n normal deviates is about sqrt(2 ln n)).
+    scatter = 1 + math.sqrt(math.log(exact.shape[:2].numel()) / exact.shape[2])
     once = 0.3 * torch.finfo(dtype).eps
-    model = torch.maximum(norm(rounded - exact), norm(rounded - exact).square().mean().sqrt())
+    model = torch.maximum(norm(rounded - exact), norm(rounded - exact).square().mean().sqrt() * scatter)
     allowed = FACTOR * torch.maximum(model, once * norm(exact))
     tiny = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps  # results may be subnormal
     allowed = allowed + floor * norm(size) + tiny * math.prod(exact.shape[2:]) ** 0.5

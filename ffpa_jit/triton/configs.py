@@ -1,7 +1,7 @@
 """Tile shapes per GPU architecture, read from ``configs/*.json``.
 
-A file lists, for each kernel, the K step, warps and pipeline stages, and for the value phase the output widths
-``[BLOCK_N, TAIL]`` it may use with their relative rate; ``value_tiling`` picks the widths for a head dim.
+A file lists, for each kernel, the K step, warps and pipeline stages: of the score phase by head dim, of the value phase
+by the output width ``BLOCK_N + TAIL``, with its measured relative rate, from which ``value_tiling`` picks.
 Every shipped entry is compiled in the tests for every architecture it serves, with spills and shared memory checked.
 """
 
@@ -16,13 +16,14 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Tiling:
-    """One kernel's launch configuration; ``block_n`` and ``tail`` only concern the value phase."""
+    """One kernel's launch configuration; ``block_n`` and ``tail`` are the value phase's, ``group_rows`` the score's."""
 
     block_k: int
     warps: int
     stages: int
     block_n: int = 0
     tail: int = 0
+    group_rows: int = 4
 
     @property
     def width(self) -> int:
@@ -72,9 +73,11 @@ def _table(arch: str) -> dict[str, Any]:
 
 
 @cache
-def score_tiling(arch: str, direction: str) -> Tiling:
-    """Configuration of ``score_forward`` or ``score_backward``."""
-    return Tiling(**_table(arch)[f"score_{direction}"])
+def score_tiling(arch: str, direction: str, head_dim: int) -> Tiling:
+    """Configuration of a score kernel: the first entry whose ``up_to`` admits the head dim."""
+    entries = _table(arch)[f"score_{direction}"]
+    chosen = next(entry for entry in entries if head_dim <= entry["up_to"])
+    return Tiling(**{k: v for k, v in chosen.items() if k != "up_to"})
 
 
 @cache

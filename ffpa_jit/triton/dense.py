@@ -10,7 +10,7 @@ import torch
 from ffpa_jit.settings import workspace_bytes
 from ffpa_jit.triton import rows, score, value
 from ffpa_jit.triton.configs import score_tiling, uses_tma, value_tiling
-from ffpa_jit.triton.geometry import GROUP_ROWS, TILE, grid_tiles
+from ffpa_jit.triton.geometry import TILE, grid_tiles
 from ffpa_jit.triton.launch import bind, bind_tiles, operand, processors
 from ffpa_jit.triton.schedule import Block, Shape, backward_blocks, forward_blocks, tiles
 
@@ -68,7 +68,7 @@ class _Forward:
         self.inverse_sum = q.new_empty(max(x.heads * x.m_tiles for x in self.blocks) * TILE, dtype=torch.float32)
         self.reference = q.new_empty(s.heads * tiles(s.len_q) * TILE, dtype=torch.float32)
 
-        t = self.narrow = score_tiling(arch, "forward")
+        t = self.narrow = score_tiling(arch, "forward", s.head_dim)
         w = self.wide = value_tiling(arch, "forward", s.head_dim)
         self.score_operands = bind(q, TILE, t.block_k, self.tma), bind(k, TILE, t.block_k, self.tma)
         self.p_tile = bind_tiles(self.p, TILE, TILE, self.tma)
@@ -87,11 +87,11 @@ class _Forward:
 
     def score(self, x: Block) -> None:
         s, t = self.s, self.narrow
-        programs = grid_tiles(x.m_tiles, x.n_tiles, x.offset, s.causal)
+        programs = grid_tiles(x.m_tiles, x.n_tiles, x.offset, s.causal, t.group_rows)
         score.score_forward[(x.heads * programs,)](
             *self.score_operands, self.p_tile, self.reference, *self.stats, self.scale_log2, s.len_q, s.len_kv,
             x.row_first, x.col_first, x.head_first, self.heads_q, s.group, x.m_tiles, x.n_tiles, x.slots, programs,
-            x.offset, BLOCK_K=t.block_k, HEADROOM=self.headroom, PTX=self.ptx, GROUP_ROWS=GROUP_ROWS,
+            x.offset, BLOCK_K=t.block_k, HEADROOM=self.headroom, PTX=self.ptx, GROUP_ROWS=t.group_rows,
             **self.common, **t.options(),
         )  # fmt: skip
 
@@ -171,7 +171,7 @@ class _Backward:
         # Gradients whose last stride is not 1 are computed densely and copied.
         self.targets = tuple(None if g is None else operand(g) for g in grads)
 
-        t = self.narrow = score_tiling(arch, "backward")
+        t = self.narrow = score_tiling(arch, "backward", s.head_dim)
         w = self.wide = value_tiling(arch, "backward", s.head_dim)
         self.d_tiles = -(-s.head_dim // w.width)
         self.blocks = backward_blocks(
@@ -218,12 +218,12 @@ class _Backward:
 
     def score(self, x: Block) -> None:
         s, t = self.s, self.narrow
-        programs = grid_tiles(x.m_tiles, x.n_tiles, x.offset, s.causal)
+        programs = grid_tiles(x.m_tiles, x.n_tiles, x.offset, s.causal, t.group_rows)
         score.score_backward[(x.heads * programs,)](
             *self.score_operands, *self.score_outputs, self.lse2, self.delta, *self.row_sums, self.grad_scale,
             self.scale * LOG2E, s.len_q, s.len_kv, x.row_first, x.col_first, x.head_first, self.heads_q, s.group,
             x.m_tiles, x.n_tiles, x.slots, programs, x.offset, BLOCK_K=t.block_k, STORE_DS=self.need_ds,
-            SCALED=self.scaled, PTX=self.ptx, GROUP_ROWS=GROUP_ROWS, **self.common, **t.options(),
+            SCALED=self.scaled, PTX=self.ptx, GROUP_ROWS=t.group_rows, **self.common, **t.options(),
         )  # fmt: skip
 
     def refine(self, x: Block) -> None:

@@ -17,9 +17,6 @@ import triton.language as tl
 TILE = 128
 """Edge of a workspace tile: 32 KiB of fp16/bf16, one TMA box on either side of the value phase."""
 
-GROUP_ROWS = 8
-"""Row tiles that run side by side over the same columns, so that their keys are read from L2, not from memory."""
-
 
 def first_visible(offset: int, n_tiles: int, causal: bool) -> int:
     """Tiles that row tile 0 sees, before clipping to ``n_tiles``."""
@@ -35,15 +32,15 @@ def slot_count(m_tiles: int, n_tiles: int, offset: int, causal: bool) -> int:
     return ramp * first + ramp * (ramp - 1) // 2 + (m_tiles - ramp) * n_tiles
 
 
-def grid_tiles(m_tiles: int, n_tiles: int, offset: int, causal: bool) -> int:
-    """Programs per head of a score kernel (a few of them find no tile and return)."""
+def grid_tiles(m_tiles: int, n_tiles: int, offset: int, causal: bool, group_rows: int) -> int:
+    """Programs per head of a score kernel (a few of them find no tile and return); ``group_rows``: see ``tile_of``."""
     if not causal:
         return m_tiles * n_tiles
-    groups = -(-m_tiles // GROUP_ROWS)
-    width = GROUP_ROWS - 1 + first_visible(offset, n_tiles, causal)
-    ramp = min(groups, max(-(-(n_tiles - width) // GROUP_ROWS), 0))
-    ramp_tiles = GROUP_ROWS * (ramp * width + GROUP_ROWS * ramp * (ramp - 1) // 2)
-    return ramp_tiles + (groups - ramp) * GROUP_ROWS * n_tiles
+    groups = -(-m_tiles // group_rows)
+    width = group_rows - 1 + first_visible(offset, n_tiles, causal)
+    ramp = min(groups, max(-(-(n_tiles - width) // group_rows), 0))
+    ramp_tiles = group_rows * (ramp * width + group_rows * ramp * (ramp - 1) // 2)
+    return ramp_tiles + (groups - ramp) * group_rows * n_tiles
 
 
 @triton.jit
@@ -79,9 +76,9 @@ def slot_of(m_tile, n_tile, n_tiles, offset, CAUSAL: tl.constexpr, TILE: tl.cons
 def tile_of(t, m_tiles, n_tiles, offset, CAUSAL: tl.constexpr, TILE: tl.constexpr, GROUP_ROWS: tl.constexpr):
     """The (row tile, key tile) of a score program; a row tile of -1 means there is none.
 
-    Row tiles are taken ``GROUP_ROWS`` at a time and walk the columns together. Under a causal mask the groups grow by
-    ``GROUP_ROWS`` columns each until they span all columns, so a program finds its group by inverting a quadratic;
-    float32 is off by at most one there, which the two comparisons repair.
+    Row tiles are taken ``GROUP_ROWS`` at a time and walk the columns together, so that their keys come from L2. Under
+    a causal mask the groups grow by ``GROUP_ROWS`` columns each until they span all columns, so a program finds its
+    group by inverting a quadratic; float32 is off by at most one there, which the two comparisons repair.
     """
     if CAUSAL:
         width = GROUP_ROWS + (TILE - 1 + offset) // TILE
