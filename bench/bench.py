@@ -131,7 +131,7 @@ def ours() -> Attention:
 
     def call(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> Tensor:
         gqa = q.shape[1] != k.shape[1]
-        return ffpa_attn_func(q, k, v, is_causal=is_causal, scale=scale, enable_gqa=gqa, backend="triton")
+        return ffpa_attn_func(q, k, v, is_causal=is_causal, scale=scale, enable_gqa=gqa)
 
     return call
 

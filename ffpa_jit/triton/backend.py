@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,6 +18,8 @@ if TYPE_CHECKING:
     from ffpa_jit.backends import TritonBackend
 
 __all__ = ["BACKEND", "TritonKernels"]
+
+_logger = logging.getLogger("ffpa_jit")
 
 
 def _served() -> str:
@@ -60,7 +66,7 @@ class TritonKernels:
         from . import dense
 
         arch = device_arch(query.device.type, query.device.index)
-        with _on(query.device):
+        with _on(query.device), _compiling("forward", arch, query, is_causal):
             return dense.forward(query, key, value, scale=scale, is_causal=is_causal, arch=arch)
 
     def backward(
@@ -72,7 +78,7 @@ class TritonKernels:
         from . import dense
 
         arch = device_arch(query.device.type, query.device.index)
-        with _on(query.device):
+        with _on(query.device), _compiling("backward", arch, query, is_causal):
             return dense.backward(
                 grad_out, grad_lse, query, key, value, out, lse,
                 scale=scale, is_causal=is_causal, needs=needs, arch=arch,
@@ -107,6 +113,31 @@ def _on(device: torch.device) -> torch.cuda.device:
     """Triton launches on the current device; -1 leaves it alone (CPU tensors under the interpreter)."""
     index = device.index if device.type == "cuda" else None
     return torch.cuda.device(-1 if index is None else index)
+
+
+_compiled: set[tuple[object, ...]] = set()
+"""What this process has compiled (or loaded from Triton's cache), so that only a first call is announced."""
+
+
+def _compiling(direction: str, arch: str, query: torch.Tensor, is_causal: bool) -> AbstractContextManager[None]:
+    """Says on the logger `ffpa_jit` (INFO) that a first call compiles, and afterwards how long it took."""
+    key = direction, arch, query.shape[-1], query.dtype, is_causal
+    if key in _compiled or arch == "interpreter":
+        return nullcontext()
+    _compiled.add(key)
+    return _announced(
+        direction, f"head dim {query.shape[-1]}, {query.dtype}, {'causal' if is_causal else 'full'}, {arch}"
+    )
+
+
+@contextmanager
+def _announced(direction: str, what: str) -> Iterator[None]:
+    _logger.info("first %s for %s: compiling its Triton kernels, unless they are in Triton's cache", direction, what)
+    start = time.perf_counter()
+    yield
+    seconds = time.perf_counter() - start
+    if seconds > 2:
+        _logger.info("compiled the %s for %s in %.1f s", direction, what, seconds)
 
 
 BACKEND = TritonKernels()
