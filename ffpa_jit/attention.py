@@ -8,7 +8,7 @@ the call is checked and planned; [B, H, N, D] views of the inputs go to the oper
 from __future__ import annotations
 
 import functools
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 import torch.nn.functional as F
@@ -137,6 +137,8 @@ def ffpa_attn_func(
             raise NotImplementedError(f"return_lse=True: SDPA returns no log-sum-exp, and it runs this call: {_SMALL}")
         return sdpa.native(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
 
+    _check_kinds(key, value, attn_mask, dropout_p, is_causal)
+    return_lse = bool(return_lse)
     if attn_mask is None and dropout_p == 0.0 and query.dim() == 4 and ops.unwatched(query, key, value):
         # The common case, kept short: what was decided for these shapes is remembered.
         if torch._C._is_any_autocast_enabled():
@@ -170,7 +172,7 @@ def ffpa_attn_func(
             and plan.backward != "sdpa"
             and shape[0] == key.shape[0] == value.shape[0]
         ):
-            factor = shape[3] ** -0.5 if scale is None else float(scale)
+            factor = shape[3] ** -0.5 if scale is None else _number("scale", scale)
             out, lse = ops.attend(query, key, value, factor, call.is_causal, plan.forward, plan.backward)
             return (out, lse) if return_lse else out
     return _general(
@@ -209,6 +211,7 @@ def _general(
     rejection, problem, plan = dispatch.decide(call, forward, backward, installed)
     if rejection is not None:
         if installed and not return_lse and forward is None and backward is None:
+            dispatch.report_fallback("forward", {"triton": (Refusal("call", rejection.message),)})
             return sdpa.fallback(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         raise rejection.kind(rejection.message)
     assert problem is not None  # for the type checker: a decision is a rejection or a plan
@@ -226,7 +229,7 @@ def _general(
 
     if plan.backward == "sdpa" and backward is None:
         dispatch.report_fallback("backward", plan.refusals)
-    factor = problem.head_dim**-0.5 if scale is None else float(scale)
+    factor = problem.head_dim**-0.5 if scale is None else _number("scale", scale)
     lead = batch_shape(query.shape, key.shape, value.shape)
     out, lse = ops.flash_attn(
         _to_4d(query, lead, problem.batch),
@@ -266,8 +269,12 @@ def explain(
     Takes what `ffpa_attn_func` takes. Needs no GPU and launches nothing; tensors on the "meta" device do as well. A
     call that would raise is explained too: see `Explanation.error`. Print the result, or read its fields.
     """
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(tensor, Tensor):
+            wrong_type = f"TypeError: {name} must be a tensor, not {type(tensor).__name__}"
+            return dispatch.Explanation(f"{name} is no tensor", None, None, {}, wrong_type)
     summary = (
-        f"query {_shown(query)}, key {_shown(key)}, value {_shown(value)}, {query.dtype} on {query.device}"
+        f"query {_shown(query)}, key {_shown(key)}, value {_shown(value)}, {_autocast(query).dtype} on {query.device}"
         f"{', causal' if is_causal else ''}{', with attn_mask' if attn_mask is not None else ''}"
         f"{f', dropout {dropout_p}' if dropout_p else ''}"
     )
@@ -297,6 +304,31 @@ def explain(
     query, key, value = _autocast(query), _autocast(key), _autocast(value)
     call = _call(query, key, value, attn_mask, dropout_p, bool(is_causal), bool(enable_gqa), return_lse)
     return dispatch.explain_call(summary, call, forward, backward, _installed(), return_lse)
+
+
+def _check_kinds(key: object, value: object, attn_mask: object, dropout_p: object, is_causal: object) -> None:
+    """TypeError for arguments that are not even of the right kind; SDPA's, where it has the better one, comes later."""
+    for name, tensor in (("key", key), ("value", value), ("attn_mask", attn_mask)):
+        if not isinstance(tensor, Tensor) and (tensor is not None or name != "attn_mask"):
+            raise TypeError(f"{name} must be a tensor, not {type(tensor).__name__}")
+    if not isinstance(dropout_p, (int, float, torch.SymInt, torch.SymFloat)):
+        raise TypeError(f"dropout_p must be a number from 0 to 1, not {type(dropout_p).__name__} ({dropout_p!r})")
+    if not isinstance(is_causal, (int, torch.SymInt, torch.SymBool)):
+        raise TypeError(f"is_causal must be True or False, not {type(is_causal).__name__} ({is_causal!r})")
+
+
+def _number(name: str, value: Any) -> float:
+    """A scalar argument as a float; TypeError for what is none, and for a tensor whose gradient would be lost."""
+    if isinstance(value, (int, float)):
+        return float(value)
+    if isinstance(value, Tensor) and value.requires_grad:
+        raise TypeError(f"{name} must be a number; a tensor would get no gradient: multiply the query by it")
+    if isinstance(value, (str, bytes, complex)):
+        raise TypeError(f"{name} must be a number or None, not {type(value).__name__} ({value!r})")
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise TypeError(f"{name} must be a number or None, not {type(value).__name__}") from None
 
 
 def _is_small(query: Tensor) -> bool:

@@ -62,8 +62,8 @@ def refusals(problem: Problem, options: Backend, direction: str) -> tuple[Refusa
     if absent is not None:
         return (*found, absent)
     own = registry.get(options.name).refusals(problem, options, direction=direction)
-    if not found:
-        return tuple(own)
+    if not found or (own and own[0].code == "not-built"):
+        return tuple(own)  # what no kernel serves is no advice for a backend without kernels
     codes = [refusal.code for refusal in found]
     return (*found, *[refusal for refusal in own if refusal.code not in codes])
 
@@ -78,12 +78,17 @@ def _common_refusals(problem: Problem) -> list[Refusal]:
     if head_dim <= 256:
         found.append(Refusal("head_dim", f"head dim {head_dim} is at most 256, where SDPA's own kernels are used"))
     elif head_dim > MAX_HEAD_DIM:
-        found.append(Refusal("head_dim", f"head dim {head_dim} is above {MAX_HEAD_DIM}, the largest supported"))
+        found.append(
+            Refusal(
+                "head_dim", f"head dim {head_dim} is above {MAX_HEAD_DIM}, the largest that has kernels; SDPA runs it"
+            )
+        )
     elif head_dim % 8 != 0:
         found.append(
             Refusal(
                 "head_dim_multiple",
-                f"head dim {head_dim} is not a multiple of 8; pad query, key and value with zeros",
+                f"head dim {head_dim} is not a multiple of 8; pad query, key and value with zeros, pass "
+                f"scale={head_dim}**-0.5 and cut the output",
             )
         )
     if problem.head_dim_v != head_dim:
@@ -103,7 +108,7 @@ def _common_refusals(problem: Problem) -> list[Refusal]:
             Refusal(
                 "device",
                 f"the tensors are on a {problem.device_type} device; the kernels run on CUDA and ROCm devices (or set "
-                "TRITON_INTERPRET=1 to run them slowly on the CPU)",
+                "TRITON_INTERPRET=1 before Triton is imported to run them slowly on the CPU, in fp16)",
             )
         )
     return found

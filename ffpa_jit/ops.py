@@ -16,6 +16,7 @@ exported graph holds plain strings. Inputs are [B, H, N, D] tensors of one dtype
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -148,7 +149,7 @@ def _differentiate(
             )
         grads = sdpa.backward(grad_out, query, key, value, scale=ctx.scale, is_causal=ctx.is_causal, needs=needs)
         return (*grads, *constants)
-    if not torch.is_grad_enabled() and unwatched(grad_out, query, key):
+    if not torch.is_grad_enabled() and unwatched(grad_out, query, key, value):
         # Without create_graph nothing would see the operator: call what it calls.
         dq, dk, dv = registry.get(ctx.backward_backend).backward(
             grad_out, grad_lse, query, key, value, out, lse, scale=ctx.scale, is_causal=ctx.is_causal, needs=needs
@@ -179,24 +180,32 @@ flash_attn = torch.ops.ffpa_jit.flash_attn.default
 flash_attn_backward = torch.ops.ffpa_jit.flash_attn_backward.default
 
 
-def unwatched(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
+@functools.cache
+def _foreign_keys(device_type: str) -> int:
+    """The dispatch keys, as bits, that a plain strided tensor of the device does not have."""
+    return ~int(torch._C._dispatch_keys(torch.empty(0, device=device_type)).raw_repr())
+
+
+def unwatched(*tensors: torch.Tensor) -> bool:
     """Whether nothing watches or transforms the operations on these tensors, so that the dispatcher may be skipped.
 
     Watchers: compilers, torch function and dispatch modes (fake tensors, selective checkpointing, flop counters),
-    functorch transforms, forward-mode derivatives, jit tracing; and tensor subclasses. Not autocast: it does nothing to
-    the operator, whose inputs are cast before.
+    functorch transforms, forward-mode derivatives, jit tracing; tensor subclasses; and tensors whose data is not what
+    their memory says (lazily negated or zero, batched, nested, sparse). Not autocast: it does nothing to the operator,
+    whose inputs are cast before.
     """
     return (
-        type(query) is torch.Tensor
-        and type(key) is torch.Tensor
-        and type(value) is torch.Tensor
-        and not torch.compiler.is_compiling()
+        not torch.compiler.is_compiling()
         and torch._C._len_torch_dispatch_stack() == 0
         and torch._C._len_torch_function_stack() == 0
         and torch._C._functorch.maybe_current_level() is None
         and forward_ad._current_level < 0
         and torch._C._get_tracing_state() is None
-        and not query.is_nested
+        and all(
+            type(tensor) is torch.Tensor
+            and torch._C._dispatch_keys(tensor).raw_repr() & _foreign_keys(tensor.device.type) == 0
+            for tensor in tensors
+        )
     )
 
 

@@ -14,6 +14,7 @@ from typing import Any, Protocol, cast
 
 import torch
 
+from ffpa_jit import settings
 from ffpa_jit.problem import Problem, Refusal
 
 __all__ = ["Implementation", "get", "missing", "on_change", "replaced"]
@@ -110,6 +111,10 @@ def missing(name: str) -> Refusal | None:
         for package, remedy in packages:
             if not _present(package):
                 return Refusal("not-installed", f"{package} is not installed: {remedy}")
+        if settings.interpreter() and not _present("numpy"):
+            return Refusal(
+                "not-installed", "numpy is not installed, and Triton's interpreter needs it: pip install numpy"
+            )
         _loaded[name] = cast(Implementation, importlib.import_module(module).BACKEND)
     return None
 

@@ -33,7 +33,7 @@ def _minimum_bytes(problem: Problem, direction: str) -> int:
     if direction == "forward":
         return row_vectors + (problem.len_kv // 128 + 1) * (tile + 128 * 12) + (problem.len_q + 127) * 4
     pair = 2 * tile + 128 * 8
-    return row_vectors + max((problem.len_kv // 128 + 1) * pair, pair + 2 * 128 * problem.head_dim * 4)
+    return row_vectors + (problem.len_kv // 128 + 1) * pair + 2 * 128 * problem.head_dim * 4
 
 
 class TritonKernels:
@@ -50,12 +50,17 @@ class TritonKernels:
 
         if family(problem.arch) is None and problem.device_type == "cuda":
             refuse("arch", f"{problem.arch} has no kernel configuration; supported are {_served()}")
+        if problem.arch == "interpreter" and problem.dtype == torch.bfloat16:
+            refuse(
+                "interpreter-dtype",
+                "the inputs are torch.bfloat16, whose products Triton's interpreter computes wrongly; use torch.float16",
+            )
         needed = _minimum_bytes(problem, direction)
         if needed > workspace_bytes():
             refuse(
                 "workspace",
-                f"the {direction} needs at least {needed / 2**20:.1f} MiB of workspace, the cap is "
-                f"{workspace_bytes() / 2**20:.1f} MiB: raise FFPA_JIT_WORKSPACE_MB",
+                f"the {direction} needs at least {needed / 2**20:.4g} MiB of workspace, the cap is "
+                f"{workspace_bytes() / 2**20:.4g} MiB: raise FFPA_JIT_WORKSPACE_MB",
             )
         return found
 

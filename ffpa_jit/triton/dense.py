@@ -142,16 +142,22 @@ def backward(
 
 
 def _grad_scale(grad_out: torch.Tensor, value_: torch.Tensor, grad_lse: torch.Tensor | None) -> torch.Tensor:
-    """A power of two that puts float16 dS near the top of its range, whatever the loss scale; on the device.
+    """For every key head [B * Hkv], the power of two that puts its float16 dS near the top of the range, on the device.
 
-    ``|dP - delta| <= 2 D max|dO| max|V| + max|dlse|``, so with this factor no dS exceeds 2^15 and small gradients keep
-    their bits.
+    ``|dP - delta| <= 2 |dO row| |V row| + |dlse|``, so with this factor no dS exceeds 2^15, and small gradients keep
+    their bits whatever the loss scale or the size of other heads' gradients. Rows that are not finite have no say: they
+    spoil what depends on them, but not the scale of the rest.
     """
-    largest = functools.partial(torch.linalg.vector_norm, ord=math.inf, dtype=torch.float32)
-    bound = 2.0 * value_.shape[-1] * largest(grad_out) * largest(value_)
+
+    def largest(x: torch.Tensor) -> torch.Tensor:
+        finite = torch.where(x.isfinite(), x, 0.0)
+        return finite.reshape(value_.shape[0] * value_.shape[1], -1).amax(1)
+
+    norm = functools.partial(torch.linalg.vector_norm, dim=-1, dtype=torch.float32)
+    bound = 2.0 * largest(norm(grad_out)) * largest(norm(value_))
     if grad_lse is not None:
-        bound = bound + largest(grad_lse)
-    return torch.exp2(torch.floor(15.0 - torch.log2(bound.clamp(2.0**-60, 2.0**60)))).reshape(1)
+        bound = bound + largest(grad_lse.abs())
+    return torch.exp2(torch.floor(15.0 - torch.log2(bound.clamp(2.0**-60, 2.0**60))))
 
 
 class _Backward:
@@ -227,9 +233,10 @@ class _Backward:
         )  # fmt: skip
 
     def refine(self, x: Block) -> None:
+        s = self.s
         rows.refine[(x.heads * x.m_tiles,)](
-            self.p, self.ds, *self.row_sums, self.delta, self.grad_lse, self.grad_scale, self.s.len_q, x.row_first,
-            x.head_first, x.m_tiles, x.n_tiles, x.slots, x.offset, CAUSAL=self.s.causal,
+            self.p, self.ds, *self.row_sums, self.delta, self.grad_lse, self.grad_scale, s.len_q, x.row_first,
+            x.head_first, s.group, x.m_tiles, x.n_tiles, x.slots, x.offset, CAUSAL=s.causal,
             HAS_GRAD_LSE=self.grad_lse is not None, SCALED=self.scaled, CHUNK=16, TILE=TILE, num_warps=4,
         )  # fmt: skip
 

@@ -24,7 +24,7 @@ def describable(t: torch.Tensor) -> bool:
 
 def operand(t: torch.Tensor) -> torch.Tensor:
     """``t``, or a dense copy of it (O(B H N D)) where its strides cannot be described."""
-    return t if describable(t) else t.contiguous()
+    return t if describable(t) else t.clone(memory_format=torch.contiguous_format)
 
 
 def bind(t: torch.Tensor, rows: int, cols: int, tma: bool) -> Operand | None:

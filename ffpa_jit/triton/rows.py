@@ -67,10 +67,10 @@ def combine(
                 tl.store(p, (tl.load(p).to(tl.float32) * factor[:, None]).to(p_ptr.dtype.element_ty))
 
 
-@triton.jit(do_not_specialize=["len_q", "row_first", "head_first", "m_tiles", "n_tiles", "slots", "offset"])
+@triton.jit(do_not_specialize=["len_q", "row_first", "head_first", "group", "m_tiles", "n_tiles", "slots", "offset"])
 def refine(
     p_ptr, ds_ptr, row_sum_ptr, row_size_ptr, delta_ptr, grad_lse_ptr, grad_scale_ptr,
-    len_q, row_first, head_first, m_tiles, n_tiles, slots, offset,
+    len_q, row_first, head_first, group, m_tiles, n_tiles, slots, offset,
     CAUSAL: tl.constexpr, HAS_GRAD_LSE: tl.constexpr, SCALED: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Take the error of ``delta`` out of dS where it is not small against dS itself; corrects ``delta`` as well.
@@ -94,7 +94,7 @@ def refine(
         size += tl.sum(tl.load(row_size_ptr + at, mask=there, other=0.0), 0)
     scale = 1.0
     if SCALED:
-        scale = tl.load(grad_scale_ptr)
+        scale = tl.load(grad_scale_ptr + (head_first + z) // group)
     head = (head_first + z).to(tl.int64)
     row = row_first + m_tile * TILE + lanes
     if HAS_GRAD_LSE:
@@ -161,7 +161,7 @@ def reduce_partials(
         at = (split * groups + g).to(tl.int64) * n_rows + rows
         acc += tl.load(partial_ptr + at[:, None] * D + cols[None, :], mask=inside, other=0.0)
     if SCALED:
-        scale = scale / tl.load(grad_scale_ptr)
+        scale = scale / tl.load(grad_scale_ptr + group_first + g)
     b = (group_first + g) // heads_kv
     h = (group_first + g) % heads_kv
     store_2d(grad, b, h, col_first + row, d, len_kv, acc * scale, D, ROWS, BLOCK_D, TMA)

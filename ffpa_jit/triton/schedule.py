@@ -79,11 +79,11 @@ class Block:
 class WorkspaceTooSmallError(ValueError):
     """The cap does not hold a single row of tiles."""
 
-    def __init__(self, needed: int, cap: int) -> None:
+    def __init__(self, needed: int, left: int) -> None:
         super().__init__(
-            f"the workspace cap of {cap / 2**20:.1f} MiB is below the {needed / 2**20:.1f} MiB that one block needs"
+            f"a row of score tiles needs {needed / 2**20:.4g} MiB of workspace, and the row vectors leave "
+            f"{max(left, 0) / 2**20:.4g} MiB of the cap: raise FFPA_JIT_WORKSPACE_MB"
         )
-        self.needed = needed
 
 
 def _block(s: Shape, head_first: int, heads: int, row_tile: int, m_tiles: int, col_tile: int, n_tiles: int) -> Block:
@@ -133,7 +133,7 @@ def _first_head_row_chunks(s: Shape, slot_limit: int) -> tuple[Block, ...]:
             count += 1
         block = _block(s, 0, 1, start, count, 0, n_total)
         if block.slots > slot_limit:
-            raise WorkspaceTooSmallError(block.slots, slot_limit)
+            raise WorkspaceTooSmallError(block.slots * TILE_BYTES, slot_limit * TILE_BYTES)
         chunks.append(block)
         start += count
     return tuple(chunks)
@@ -187,15 +187,21 @@ def backward_blocks(
     head_slots = _block(s, 0, 1, 0, m_total, 0, n_total).slots
     group_bytes = head_slots * s.group * slot_bytes
     if group_bytes <= cap:
-        blocks = []
-        for start, n in _even(groups, cap // group_bytes):
-            block = _block(s, start * s.group, n * s.group, 0, m_total, 0, n_total)
-            block = replace(block, heads_per_group=s.group, dq=dq, dkv=dkv)
-            if dkv:
-                room = max(cap - n * group_bytes, 0) // (sums * n)
-                splits = min(_splits(s, block, d_tiles, processors), max(room, 1))
-                block = replace(block, splits=splits, partial=splits > 1, key_tiles=n_total)
-            blocks.append(block)
+        cut = list(_even(groups, cap // group_bytes))
+        blocks = [
+            replace(
+                _block(s, start * s.group, n * s.group, 0, m_total, 0, n_total),
+                heads_per_group=s.group, dq=dq, dkv=dkv, key_tiles=n_total,
+            )
+            for start, n in cut
+        ]  # fmt: skip
+        if dkv:
+            # One number of splits for all blocks, from the largest: it also sets the size of P, dS and the sums.
+            largest = max(blocks, key=lambda x: x.heads)
+            most = max(n for _, n in cut)
+            room = (cap - most * group_bytes) // (most * sums)
+            splits = min(_splits(s, largest, d_tiles, processors), max(room, 1))
+            blocks = [replace(x, splits=splits, partial=splits > 1) for x in blocks]
         return tuple(blocks)
 
     if not dkv:
@@ -231,26 +237,28 @@ def _two_passes(s: Shape, cap: int, slot_bytes: int, dq: bool) -> list[Block]:
     """Row chunks for dQ, which see whole rows and so correct ``delta``, then key chunks for dK and dV."""
     m_total, n_total = tiles(s.len_q), tiles(s.len_kv)
     column = 2 * TILE * s.head_dim * 4  # float32 sums of one key tile
+    per_column = s.group * m_total * slot_bytes
+    width = 0  # key tiles that have float32 sums at a time, which live through both passes
+    if per_column > cap:
+        width = 4
+        while width > 1 and max(8 * width, n_total) * slot_bytes + width * column > cap:
+            width //= 2
+        if slot_bytes + column > cap:
+            raise WorkspaceTooSmallError(slot_bytes + column, cap)
     blocks = []
     if dq:
-        limit = cap // slot_bytes
+        limit = (cap - width * column) // slot_bytes
         if limit < n_total:
-            raise WorkspaceTooSmallError(n_total * slot_bytes, cap)
+            raise WorkspaceTooSmallError(n_total * slot_bytes + width * column, cap)
         blocks += [replace(b, dkv=False) for h in range(s.heads) for b in _row_chunks(s, h, limit)]
     for g in range(s.heads // s.group):
         head_first = g * s.group
-        per_column = s.group * m_total * slot_bytes
-        if per_column <= cap:
+        if not width:
             for start, n in _even(n_total, cap // per_column):
                 b = _block(s, head_first, s.group, 0, m_total, start, n)
                 blocks.append(replace(b, heads_per_group=s.group, dq=False, all_keys=n == n_total))
         else:
-            width = 4
-            while width > 1 and 8 * width * slot_bytes + width * column > cap:
-                width //= 2
             height = (cap - width * column) // (width * slot_bytes)
-            if height < 1:
-                raise WorkspaceTooSmallError(slot_bytes + column, cap)
             for start, n in _even(n_total, width):
                 rows = _block(s, head_first, 1, 0, m_total, start, n)
                 first = rows.row_first // TILE

@@ -213,7 +213,7 @@ def score_backward(
         dp = tl.broadcast_to(-tl.load(delta_ptr + at + lanes)[:, None], [TILE, TILE])
         ds = score_tile(dp, do, v, b, h, h // group, row, col, len_q, len_kv, D, BLOCK_K, TILE, TMA)
         if SCALED:
-            ds *= tl.load(grad_scale_ptr)
+            ds *= tl.load(grad_scale_ptr + head // group)
         ds *= from_storage(p, PTX)
         tl.store(row_sum_ptr + slot * TILE + lanes, tl.sum(ds, 1))
         tl.store(row_size_ptr + slot * TILE + lanes, tl.sum(tl.abs(ds), 1))

@@ -140,10 +140,11 @@ def _key_tile(
 
 @triton.jit
 def _key_side(
-    pid, p_t_tiles, ds_t_tiles, q, q_tail, do, do_tail, dk, dk_tail, dv, dv_tail, sum_ptr, sum_rows, scale,
-    len_q, len_kv, block, heads_per_group, splits, previous,
+    pid, p_t_tiles, ds_t_tiles, q, q_tail, do, do_tail, dk, dk_tail, dv, dv_tail, sum_ptr, sum_rows, grad_scale_ptr,
+    scale, len_q, len_kv, block, heads_per_group, splits, previous,
     D: tl.constexpr, BLOCK_N: tl.constexpr, TAIL: tl.constexpr, BLOCK_K: tl.constexpr, CAUSAL: tl.constexpr,
-    NEED_DK: tl.constexpr, NEED_DV: tl.constexpr, PARTIAL: tl.constexpr, TMA: tl.constexpr, TILE: tl.constexpr,
+    NEED_DK: tl.constexpr, NEED_DV: tl.constexpr, PARTIAL: tl.constexpr, SCALED: tl.constexpr, TMA: tl.constexpr,
+    TILE: tl.constexpr,
 ):  # fmt: skip
     """One key tile of dK or of dV, or one split of it: a contraction over every row of every head of the group."""
     row_first, col_first, head_first, heads_q, group, m_tiles, n_tiles, slots, heads, offset = block
@@ -168,6 +169,8 @@ def _key_side(
     total = steps_per_head * heads_per_group
     share = tl.cdiv(total, splits)
     steps = (first, steps_per_head, split * share, min(split * share + share, total))
+    if SCALED:
+        scale = scale / tl.load(grad_scale_ptr + (head_first + z) // group)
     sums = sum_ptr
     if PARTIAL:
         kind = tl.where(is_dk, 0, 1)
@@ -204,8 +207,6 @@ def value_backward(
     block = (row_first, col_first, head_first, heads_q, group, m_tiles, n_tiles, slots, heads, offset)
     KEYS: tl.constexpr = (1 if NEED_DK else 0) + (1 if NEED_DV else 0)
     pid = tl.program_id(0)
-    if SCALED:
-        scale = scale / tl.load(grad_scale_ptr)
     is_query = NEED_DQ
     if NEED_DQ and KEYS > 0:
         if queries_first:
@@ -217,8 +218,10 @@ def value_backward(
     if is_query:
         acc, tail, _, b, h, row, d = _row_side(pid, ds_tiles, k, k_tail, len_kv, block,
                                                D, BLOCK_N, TAIL, BLOCK_K, CAUSAL, TMA, TILE)  # fmt: skip
+        if SCALED:
+            scale = scale / tl.load(grad_scale_ptr + (b * heads_q + h) // group)
         _store(dq, dq_tail, acc * scale, tail * scale, b, h, row, len_q, d, D, BLOCK_N, TAIL, TMA, TILE)
     else:
         _key_side(pid, p_t_tiles, ds_t_tiles, q, q_tail, do, do_tail, dk, dk_tail, dv, dv_tail, sum_ptr, sum_rows,
-                  scale, len_q, len_kv, block, heads_per_group, splits, previous,
-                  D, BLOCK_N, TAIL, BLOCK_K, CAUSAL, NEED_DK, NEED_DV, PARTIAL, TMA, TILE)  # fmt: skip
+                  grad_scale_ptr, scale, len_q, len_kv, block, heads_per_group, splits, previous,
+                  D, BLOCK_N, TAIL, BLOCK_K, CAUSAL, NEED_DK, NEED_DV, PARTIAL, SCALED, TMA, TILE)  # fmt: skip

@@ -24,7 +24,9 @@ MATRIX = [
     for i, arch in enumerate(SHARED_KIB)
     for head_dim, dtype, causal in (
         [("264", "float16", "1"), ("320", "bfloat16", "0"), ("512", "bfloat16", "1"), ("1024", "float16", "0")]
-        if arch in ("sm_80", "sm_90", "gfx942")
+        if arch == "sm_90"
+        else [("264", "float16", "1"), ("512", "bfloat16", "1")]
+        if arch in ("sm_80", "gfx942")
         else [("320", "float16", "1"), ("512", "bfloat16", "0" if i % 2 else "1")]
     )
 ]
@@ -68,7 +70,8 @@ def compile_kernels(arch: str, *options: str) -> str:
 
 @pytest.mark.parametrize(("arch", "head_dim", "dtype", "causal"), MATRIX)
 def test_kernels_compile_without_spills_within_shared_memory(arch, head_dim, dtype, causal):
-    said = compile_kernels(arch, "--head-dims", head_dim, "--dtypes", dtype, "--causal", causal)
+    splits = () if head_dim == "512" else ("--no-splits",)
+    said = compile_kernels(arch, "--head-dims", head_dim, "--dtypes", dtype, "--causal", causal, *splits)
     assert said.count("registers") >= 6
 
 

@@ -253,3 +253,28 @@ def test_a_fallback_warns_on_the_packages_logger_only(caplog, monkeypatch):
     with caplog.at_level(logging.WARNING):
         ffpa_attn_func(q, k, v, attn_mask=torch.ones(5, 5, dtype=torch.bool))
     assert {r.name for r in caplog.records} == {"ffpa_jit"}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("key", None), ("value", "x"), ("attn_mask", 1), ("dropout_p", "0.5"), ("dropout_p", None), ("scale", "0.1"),
+        ("scale", [1]), ("scale", 1j), ("is_causal", "no"), ("is_causal", None),
+    ],
+)  # fmt: skip
+def test_arguments_of_the_wrong_kind_are_named(name, value):
+    tensors = {n: torch.randn(1, 1, 4, 264, dtype=torch.float16) for n in ("query", "key", "value")}
+    with pytest.raises(TypeError, match=name):
+        ffpa_attn_func(**{**tensors, name: value})
+
+
+def test_a_scale_that_requires_grad_is_refused_not_detached():
+    q = torch.randn(1, 1, 4, 264, dtype=torch.float16)
+    with pytest.raises(TypeError, match="scale"):
+        ffpa_attn_func(q, q, q, scale=torch.tensor(0.1, requires_grad=True))
+
+
+def test_bf16_is_refused_by_the_interpreter_which_would_compute_it_wrongly():
+    q = torch.randn(1, 1, 4, 264, dtype=torch.bfloat16)
+    with pytest.raises(NotImplementedError, match="interpreter-dtype"):
+        ffpa_attn_func(q, q, q, backend="triton")

@@ -172,3 +172,19 @@ def test_the_default_cap_holds_long_sequences():
         s = Shape(32, 8, length, length, 512, True)
         assert forward_blocks(s, 512 << 20)
         assert backward_blocks(s, 512 << 20, matrices=2, dq=True, dkv=True, d_tiles=2, processors=132)
+
+
+@pytest.mark.parametrize(
+    ("s", "mib", "dq", "dkv"),
+    [
+        (Shape(15, 1, 3009, 3916, 512, True), 64, True, True),  # blocks of one and of two heads, split
+        (Shape(116, 4, 2483, 5273, 1024, True), 512, True, True),
+        (Shape(60, 4, 4056, 5628, 1024, True), 512, False, True),
+        (Shape(48, 16, 1421, 2693, 512, True), 3697713 / 2**20, True, True),  # two passes, sums of a few columns
+    ],
+)
+@pytest.mark.parametrize("processors", [132, 304])
+def test_blocks_of_uneven_size_stay_within_the_cap_together(s, mib, dq, dkv, processors):
+    test_backward_blocks_finish_every_gradient_within_the_cap.hypothesis.inner_test(
+        s, mib, dq, dkv, False, processors
+    )  # fmt: skip
