@@ -53,7 +53,7 @@ class TritonKernels:
         if problem.arch == "interpreter" and problem.dtype == torch.bfloat16:
             refuse(
                 "interpreter-dtype",
-                "the inputs are torch.bfloat16, whose products Triton's interpreter computes wrongly; use torch.float16",
+                "the inputs are torch.bfloat16, which Triton's interpreter multiplies wrongly; use torch.float16",
             )
         needed = _minimum_bytes(problem, direction)
         if needed > workspace_bytes():
