@@ -316,3 +316,19 @@ def test_batched_output_gradients_give_one_gradient_each():
     (batched,) = torch.autograd.grad(out, q, many, is_grads_batched=True, retain_graph=True)
     single = [torch.autograd.grad(out, q, g, retain_graph=True)[0] for g in many]
     assert torch.equal(batched, torch.stack(single))
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "bshd", "expanded"])
+@pytest.mark.parametrize("shape", [PLAIN, CAUSAL], ids=str)
+def test_pointers_serve_where_the_hardware_has_no_tma(monkeypatch, shape, layout):
+    monkeypatch.setattr("ffpa_jit.triton.dense.uses_tma", lambda arch: False)
+    run_and_check(shape, *make(shape, HALF, layout=layout))
+
+
+@pytest.mark.parametrize("tma", [True, False])
+def test_a_split_key_side_adds_up(monkeypatch, tma):
+    """Many processors and few key tiles: dK and dV are float32 sums of several programs."""
+    monkeypatch.setattr("ffpa_jit.triton.dense.uses_tma", lambda arch: tma)
+    monkeypatch.setattr("ffpa_jit.triton.dense.processors", lambda device: 132)
+    shape = Shape(1, 4, 1, 150, 150, 264, True)
+    run_and_check(shape, *make(shape, HALF))
