@@ -90,8 +90,8 @@ class TritonKernels:
             )  # fmt: skip
 
     def estimate(self, problem: Problem) -> float:
-        """Microseconds on an H200: four launches forward and five backward cost the host 230 + 350, then 450 TFLOP/s
-        over whole tiles."""
+        """About how many microseconds, from an H200: the host needs 230 for the launches of a forward and 350 more for
+        those of a backward; then the GPU does 450 TFLOP/s over whole tiles."""
         rows, cols = -(-problem.len_q // 128) * 128, -(-problem.len_kv // 128) * 128
         product = 2.0e-6 * problem.batch * problem.heads_q * problem.head_dim * rows * cols
         if problem.is_causal:

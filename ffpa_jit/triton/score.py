@@ -4,7 +4,7 @@ Everything that knows about softmax and masks lives in this file; the value phas
 
 Forward. A row needs a reference ``r`` so that ``P = 2^(s - r)`` fits the storage dtype (``s`` is the scaled score in
 log2 units). Flash attention takes the running maximum and rescales its accumulator whenever that moves; a GEMM over
-stored tiles cannot afford the rescale (measured: 593 instead of 745 TFLOP/s), so the reference is fixed beforehand:
+stored tiles cannot afford the rescale (prototype: 593 instead of 728-761 TFLOP/s), so the reference is fixed beforehand:
 ``row_reference`` computes one tile of scores per row block, around the diagonal, and takes its row maximum plus
 ``SHIFT``. A score may exceed the reference by ``HEADROOM`` powers of two before the dtype's exponent range ends::
 
@@ -14,7 +14,8 @@ stored tiles cannot afford the rescale (measured: 593 instead of 745 TFLOP/s), s
 A row of a tile that exceeds its headroom is stored against its own integer maximum, which is written down, and
 ``rows.combine`` brings the row's tiles to one common reference (multiplication by powers of two: exact). Every row's
 result is therefore that of an exact softmax; the headroom decides only how often the repair runs. The sample is a
-score of the row, so the true maximum is never below it: nothing that matters can underflow.
+score of the row, so the true maximum is never below it: nothing that matters can underflow. P reaches 2^HEADROOM, so
+the float32 accumulator holds V up to 2^(127 - HEADROOM) / Nkv, for bf16 about 1e23 at a million keys.
 
 Backward. LSE is known, so ``P = 2^(s - lse)`` needs no reference; ``dS = P * (dP - delta)`` with
 ``delta = rowsum(dO * O) - dlse``. P is rounded to the storage dtype once and dS is computed from the rounded P, so
@@ -22,8 +23,9 @@ both GEMMs of the value phase see the same probabilities. ``delta`` inherits the
 one key dominates a row ``dP - delta`` cancels down to that rounding. But a row of dS sums to dlse exactly, so the row
 sums show the error, and ``rows.refine`` takes it out of the rows where it matters.
 
-Schedule (sm_90): 128 x 128 tiles, one warpgroup, three stages of 32 KiB. Two such programs share an SM, and one's
-epilogue hides behind the other's wgmma; a 128 x 256 tile with two warpgroups has nothing to hide it behind.
+Schedule (sm_90): 128 x 128 tiles, one warpgroup, two (forward) or three (backward) stages of 32 KiB. Two or more such
+programs share an SM, and one's epilogue hides behind another's wgmma; a 128 x 256 tile with two warpgroups has nothing to
+hide it behind.
 """
 
 import triton
