@@ -4,7 +4,7 @@ Everything that knows about softmax and masks lives in this file; the value phas
 
 Forward. A row needs a reference ``r`` so that ``P = 2^(s - r)`` fits the storage dtype (``s`` is the scaled score in
 log2 units). Flash attention takes the running maximum and rescales its accumulator whenever that moves; a GEMM over
-stored tiles cannot afford the rescale (prototype: 593 instead of 728-761 TFLOP/s), so the reference is fixed beforehand:
+stored tiles cannot afford the rescale (prototype: 593 instead of 728-761 TFLOP/s), so the reference is fixed before:
 ``row_reference`` computes one tile of scores per row block, around the diagonal, and takes its row maximum plus
 ``SHIFT``. A score may exceed the reference by ``HEADROOM`` powers of two before the dtype's exponent range ends::
 
@@ -24,8 +24,8 @@ one key dominates a row ``dP - delta`` cancels down to that rounding. But a row 
 sums show the error, and ``rows.refine`` takes it out of the rows where it matters.
 
 Schedule (sm_90): 128 x 128 tiles, one warpgroup, two (forward) or three (backward) stages of 32 KiB. Two or more such
-programs share an SM, and one's epilogue hides behind another's wgmma; a 128 x 256 tile with two warpgroups has nothing to
-hide it behind.
+programs share an SM, and one's epilogue hides behind another's wgmma; a 128 x 256 tile with two warpgroups has nothing
+to hide it behind.
 """
 
 import triton
