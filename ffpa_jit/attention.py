@@ -137,7 +137,7 @@ def ffpa_attn_func(
             raise NotImplementedError(f"return_lse=True: SDPA returns no log-sum-exp, and it runs this call: {_SMALL}")
         return sdpa.native(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
 
-    _check_kinds(key, value, attn_mask, dropout_p, is_causal)
+    _check_kinds(query, key, value, attn_mask, dropout_p, is_causal)
     return_lse = bool(return_lse)
     if attn_mask is None and dropout_p == 0.0 and query.dim() == 4 and ops.unwatched(query, key, value):
         # The common case, kept short: what was decided for these shapes is remembered.
@@ -269,10 +269,10 @@ def explain(
     Takes what `ffpa_attn_func` takes. Needs no GPU and launches nothing; tensors on the "meta" device do as well. A
     call that would raise is explained too: see `Explanation.error`. Print the result, or read its fields.
     """
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
-        if not isinstance(tensor, Tensor):
-            wrong_type = f"TypeError: {name} must be a tensor, not {type(tensor).__name__}"
-            return dispatch.Explanation(f"{name} is no tensor", None, None, {}, wrong_type)
+    try:
+        _check_kinds(query, key, value, attn_mask, dropout_p, is_causal)
+    except TypeError as wrong:
+        return dispatch.Explanation("arguments of the wrong kind", None, None, {}, f"TypeError: {wrong}")
     summary = (
         f"query {_shown(query)}, key {_shown(key)}, value {_shown(value)}, {_autocast(query).dtype} on {query.device}"
         f"{', causal' if is_causal else ''}{', with attn_mask' if attn_mask is not None else ''}"
@@ -306,9 +306,11 @@ def explain(
     return dispatch.explain_call(summary, call, forward, backward, _installed(), return_lse)
 
 
-def _check_kinds(key: object, value: object, attn_mask: object, dropout_p: object, is_causal: object) -> None:
+def _check_kinds(
+    query: object, key: object, value: object, attn_mask: object, dropout_p: object, is_causal: object
+) -> None:
     """TypeError for arguments that are not even of the right kind; SDPA's, where it has the better one, comes later."""
-    for name, tensor in (("key", key), ("value", value), ("attn_mask", attn_mask)):
+    for name, tensor in (("query", query), ("key", key), ("value", value), ("attn_mask", attn_mask)):
         if not isinstance(tensor, Tensor) and (tensor is not None or name != "attn_mask"):
             raise TypeError(f"{name} must be a tensor, not {type(tensor).__name__}")
     if not isinstance(dropout_p, (int, float, torch.SymInt, torch.SymFloat)):

@@ -96,6 +96,12 @@ class Problem:
             mask_needs_grad=grad and attn_mask is not None and attn_mask.requires_grad,
         )
 
+    def product_mflop(self, tile: int) -> float:
+        """MFLOP of one matrix product over all visible scores, in whole tiles of `tile` rows and keys."""
+        rows, cols = -(-self.len_q // tile) * tile, -(-self.len_kv // tile) * tile
+        product = 2.0e-6 * self.batch * self.heads_q * self.head_dim * rows * cols
+        return product * 0.5 if self.is_causal else product
+
 
 class Call(NamedTuple):
     """Everything about a call that a decision may depend on, hashable when the sizes are plain ints.

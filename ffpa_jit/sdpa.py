@@ -64,10 +64,7 @@ def estimate(problem: Problem) -> float:
     """
     if problem.heads_q != problem.heads_kv:
         return float("inf")
-    rows, cols = -(-problem.len_q // 64) * 64, -(-problem.len_kv // 64) * 64
-    product = 2.0e-6 * problem.batch * problem.heads_q * problem.head_dim * rows * cols  # MFLOP of one matrix product
-    if problem.is_causal:
-        product *= 0.5
+    product = problem.product_mflop(64)
     if problem.needs_grad:
         return 20.0 + 60.0 + product * (2.0 / 130.0 + 5.0 / 45.0)
     return 20.0 + product * (2.0 / 130.0)

@@ -1,4 +1,7 @@
-"""The Triton backend's four verbs. Importing this module does not import Triton; the first launch does."""
+"""The Triton backend's verbs (see ``registry.Implementation``).
+
+Importing this module does not import Triton; the first launch does.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ import torch
 from ffpa_jit.problem import Problem, Refusal, device_arch
 from ffpa_jit.settings import workspace_bytes
 from ffpa_jit.triton.configs import FAMILIES, family
+from ffpa_jit.triton.schedule import TILE, minimum_bytes
 
 if TYPE_CHECKING:
     from ffpa_jit.backends import TritonBackend
@@ -24,16 +28,6 @@ _logger = logging.getLogger("ffpa_jit")
 
 def _served() -> str:
     return ", ".join(sorted(arch for members in FAMILIES.values() for arch in members if arch != "interpreter"))
-
-
-def _minimum_bytes(problem: Problem, direction: str) -> int:
-    """What one row of tiles needs beside the row vectors; a cap below it cannot be met (see ``schedule``)."""
-    row_vectors = (1 if direction == "forward" else 2) * problem.batch * problem.heads_q * (problem.len_q + 127) * 4
-    tile = 128 * 128 * 2
-    if direction == "forward":
-        return row_vectors + (problem.len_kv // 128 + 1) * (tile + 128 * 12) + (problem.len_q + 127) * 4
-    pair = 2 * tile + 128 * 8
-    return row_vectors + (problem.len_kv // 128 + 1) * pair + 2 * 128 * problem.head_dim * 4
 
 
 class TritonKernels:
@@ -55,7 +49,9 @@ class TritonKernels:
                 "interpreter-dtype",
                 "the inputs are torch.bfloat16, which Triton's interpreter multiplies wrongly; use torch.float16",
             )
-        needed = _minimum_bytes(problem, direction)
+        needed = minimum_bytes(
+            problem.batch * problem.heads_q, problem.len_q, problem.len_kv, problem.head_dim, direction
+        )  # fmt: skip
         if needed > workspace_bytes():
             refuse(
                 "workspace",
@@ -92,10 +88,7 @@ class TritonKernels:
     def estimate(self, problem: Problem) -> float:
         """About how many microseconds, from an H200: the host needs 230 for the launches of a forward and 350 more for
         those of a backward; then the GPU does 450 TFLOP/s over whole tiles."""
-        rows, cols = -(-problem.len_q // 128) * 128, -(-problem.len_kv // 128) * 128
-        product = 2.0e-6 * problem.batch * problem.heads_q * problem.head_dim * rows * cols
-        if problem.is_causal:
-            product *= 0.5
+        product = problem.product_mflop(TILE)
         if problem.needs_grad:
             return max(580.0, product * 7.0 / 450.0)
         return max(230.0, product * 2.0 / 450.0)

@@ -10,9 +10,8 @@ import torch
 from ffpa_jit.settings import workspace_bytes
 from ffpa_jit.triton import rows, score, value
 from ffpa_jit.triton.configs import score_tiling, uses_tma, value_tiling
-from ffpa_jit.triton.geometry import TILE, grid_tiles
 from ffpa_jit.triton.launch import bind, bind_tiles, operand, processors
-from ffpa_jit.triton.schedule import Block, Shape, backward_blocks, forward_blocks, tiles
+from ffpa_jit.triton.schedule import TILE, Block, Shape, backward_blocks, forward_blocks, grid_tiles, tiles
 
 LOG2E = math.log2(math.e)
 

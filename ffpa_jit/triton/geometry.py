@@ -1,46 +1,16 @@
-"""Where a tile of the score matrix lives: which program computes it, which slot of the workspace holds it.
+"""Device side of the tile arithmetic: which program computes a tile, and which slot of the workspace holds it.
 
 One launch handles a *block*: some heads, the query rows ``[row_first, row_first + rows)`` and the keys
 ``[col_first, col_first + cols)``, cut into ``TILE x TILE`` tiles. In block coordinates a causal row ``r`` sees the
 columns ``c <= r + offset``. A block always starts at the first row tile that sees a key, so ``offset > -TILE``.
 
 Only visible tiles are stored. Row tile ``m`` of ``n_tiles`` columns sees ``min(n_tiles, m + first)`` tiles, where
-``first`` is what row tile 0 sees; slots are numbered row by row without gaps. The formulas stand twice, once for
-the host (plain functions) and once for the device (``*_of``), because a jitted function cannot be called from Python.
+``first`` is what row tile 0 sees; slots are numbered row by row without gaps. ``schedule`` counts the same tiles and
+slots on the host: a jitted function cannot be called from Python.
 """
-
-from __future__ import annotations
 
 import triton
 import triton.language as tl
-
-TILE = 128
-"""Edge of a workspace tile: 32 KiB of fp16/bf16, one TMA box on either side of the value phase."""
-
-
-def first_visible(offset: int, n_tiles: int, causal: bool) -> int:
-    """Tiles that row tile 0 sees, before clipping to ``n_tiles``."""
-    return (TILE - 1 + offset) // TILE + 1 if causal else n_tiles
-
-
-def slot_count(m_tiles: int, n_tiles: int, offset: int, causal: bool) -> int:
-    """Workspace tiles of one head."""
-    if not causal:
-        return m_tiles * n_tiles
-    first = first_visible(offset, n_tiles, causal)
-    ramp = min(m_tiles, max(n_tiles - first, 0))
-    return ramp * first + ramp * (ramp - 1) // 2 + (m_tiles - ramp) * n_tiles
-
-
-def grid_tiles(m_tiles: int, n_tiles: int, offset: int, causal: bool, group_rows: int) -> int:
-    """Programs per head of a score kernel (a few of them find no tile and return); ``group_rows``: see ``tile_of``."""
-    if not causal:
-        return m_tiles * n_tiles
-    groups = -(-m_tiles // group_rows)
-    width = group_rows - 1 + first_visible(offset, n_tiles, causal)
-    ramp = min(groups, max(-(-(n_tiles - width) // group_rows), 0))
-    ramp_tiles = group_rows * (ramp * width + group_rows * ramp * (ramp - 1) // 2)
-    return ramp_tiles + (groups - ramp) * group_rows * n_tiles
 
 
 @triton.jit

@@ -17,7 +17,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from .geometry import TILE, slot_count
+TILE = 128
+"""Edge of a workspace tile: 32 KiB of fp16/bf16, one TMA box on either side of the value phase."""
 
 FORWARD_ROW_BYTES = 3 * 4
 """Per row of a tile: its float32 reference, sum and stored sum."""
@@ -30,6 +31,31 @@ TILE_BYTES = TILE * TILE * 2
 
 def tiles(n: int) -> int:
     return -(-n // TILE)
+
+
+def first_visible(offset: int, n_tiles: int, causal: bool) -> int:
+    """Tiles that row tile 0 sees, before clipping to ``n_tiles``."""
+    return (TILE - 1 + offset) // TILE + 1 if causal else n_tiles
+
+
+def slot_count(m_tiles: int, n_tiles: int, offset: int, causal: bool) -> int:
+    """Workspace tiles of one head."""
+    if not causal:
+        return m_tiles * n_tiles
+    first = first_visible(offset, n_tiles, causal)
+    ramp = min(m_tiles, max(n_tiles - first, 0))
+    return ramp * first + ramp * (ramp - 1) // 2 + (m_tiles - ramp) * n_tiles
+
+
+def grid_tiles(m_tiles: int, n_tiles: int, offset: int, causal: bool, group_rows: int) -> int:
+    """Programs per head of a score kernel (a few of them find no tile and return); ``group_rows``: see ``tile_of``."""
+    if not causal:
+        return m_tiles * n_tiles
+    groups = -(-m_tiles // group_rows)
+    width = group_rows - 1 + first_visible(offset, n_tiles, causal)
+    ramp = min(groups, max(-(-(n_tiles - width) // group_rows), 0))
+    ramp_tiles = group_rows * (ramp * width + group_rows * ramp * (ramp - 1) // 2)
+    return ramp_tiles + (groups - ramp) * group_rows * n_tiles
 
 
 @dataclass(frozen=True)
@@ -84,6 +110,18 @@ class WorkspaceTooSmallError(ValueError):
             f"a row of score tiles needs {needed / 2**20:.4g} MiB of workspace, and the row vectors leave "
             f"{max(left, 0) / 2**20:.4g} MiB of the cap: raise FFPA_JIT_WORKSPACE_MB"
         )
+
+
+def minimum_bytes(heads: int, len_q: int, len_kv: int, head_dim: int, direction: str) -> int:
+    """A cap in bytes that is always enough: the row vectors, one row of tiles and, backward, a column of float32 sums.
+
+    Plain arithmetic, so the sizes may be symbolic.
+    """
+    m_rows, n_total = tiles(len_q) * TILE, tiles(len_kv)
+    if direction == "forward":
+        return heads * m_rows * 4 + m_rows * 4 + n_total * (TILE_BYTES + TILE * FORWARD_ROW_BYTES)
+    pair = 2 * TILE_BYTES + TILE * BACKWARD_ROW_BYTES
+    return 2 * heads * m_rows * 4 + n_total * pair + 2 * TILE * head_dim * 4
 
 
 def _block(s: Shape, head_first: int, heads: int, row_tile: int, m_tiles: int, col_tile: int, n_tiles: int) -> Block:

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from ffpa_jit import ffpa_attn_func
+from ffpa_jit import explain, ffpa_attn_func
 from tests import oracle
 from tests.cpu.conftest import ROOT, run_python
 from tests.shapes import Shape, leaves, make
@@ -266,6 +266,12 @@ def test_arguments_of_the_wrong_kind_are_named(name, value):
     tensors = {n: torch.randn(1, 1, 4, 264, dtype=torch.float16) for n in ("query", "key", "value")}
     with pytest.raises(TypeError, match=name):
         ffpa_attn_func(**{**tensors, name: value})
+
+
+def test_explain_names_arguments_of_the_wrong_kind_too():
+    q = torch.randn(1, 1, 4, 264, dtype=torch.float16)
+    for arguments, name in (((q, None, q), "key"), (([1], q, q), "query"), ((q, q, q, None, "0.5"), "dropout_p")):
+        assert explain(*arguments).error.startswith(f"TypeError: {name} must be")
 
 
 def test_a_scale_that_requires_grad_is_refused_not_detached():

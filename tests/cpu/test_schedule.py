@@ -12,8 +12,19 @@ from hypothesis import strategies as st
 pytest.importorskip("triton")
 
 from ffpa_jit.triton import schedule
-from ffpa_jit.triton.geometry import TILE, first_visible, grid_tiles, slot_count
-from ffpa_jit.triton.schedule import Block, Shape, WorkspaceTooSmallError, backward_blocks, forward_blocks, tiles
+from ffpa_jit.triton.schedule import (
+    TILE,
+    Block,
+    Shape,
+    WorkspaceTooSmallError,
+    backward_blocks,
+    first_visible,
+    forward_blocks,
+    grid_tiles,
+    minimum_bytes,
+    slot_count,
+    tiles,
+)  # fmt: skip
 
 
 @st.composite
@@ -107,6 +118,18 @@ def test_backward_blocks_finish_every_gradient_within_the_cap(s, mib, dq, dkv, o
     stored = max(x.slots * x.heads for x in blocks) * slot
     sums = [x.splits * (x.heads // x.heads_per_group) * x.key_tiles for x in blocks if x.partial]
     assert row_vectors + stored + 2 * max(sums, default=0) * TILE * s.head_dim * 4 <= cap
+
+
+@settings(max_examples=200, deadline=None)
+@given(shapes(), st.sampled_from([(True, True), (True, False), (False, True)]), st.sampled_from([1, 132]))
+def test_the_stated_minimum_is_always_enough(s, wanted, processors):
+    sizes = s.heads, s.len_q, s.len_kv, s.head_dim
+    assert forward_blocks(s, minimum_bytes(*sizes, "forward"))
+    dq, dkv = wanted
+    for matrices in (1, 2):
+        assert backward_blocks(
+            s, minimum_bytes(*sizes, "backward"), matrices=matrices, dq=dq, dkv=dkv, d_tiles=2, processors=processors
+        )  # fmt: skip
 
 
 def check_sums(s: Shape, blocks: list[Block]) -> None:
