@@ -3,11 +3,8 @@
 
     python bench/compile_kernels.py sm_90 gfx942 --head-dims 512,1024
 
-The host code runs as it does for a call, on small CPU tensors, with Triton told that the device is of the given
-architecture; every launch compiles its kernel and stops there. So what is compiled is what a call would compile:
-constants, strides and alignment included. Printed for each kernel: registers per thread, spills and
-shared memory. The exit status is 1 if a kernel spills or needs more shared memory than the
-architecture has.
+What is compiled is what calls launch (see `ffpa_jit.triton.offline`). Printed for each kernel: registers per thread,
+spills and shared memory. The exit status is 1 if a kernel spills or needs more shared memory than the architecture has.
 """
 
 from __future__ import annotations
@@ -17,14 +14,15 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from ffpa_jit.triton.offline import SPLIT, WHOLE, compile_call
 
 SHARED_KIB = {
     "sm_80": 163, "sm_86": 99, "sm_89": 99, "sm_90": 227, "sm_100": 227, "sm_120": 99,
@@ -53,58 +51,6 @@ class Compiled:
         return found
 
 
-def target_of(arch: str) -> Any:
-    from triton.backends.compiler import GPUTarget
-
-    if arch.startswith("sm_"):
-        return GPUTarget("cuda", int(arch[3:]), 32)
-    return GPUTarget("hip", arch, 64 if arch.startswith("gfx9") else 32)
-
-
-class _Device:
-    """As much of a Triton driver as compiling takes."""
-
-    def __init__(self, target: Any) -> None:
-        self.target = target
-
-    def get_current_target(self) -> Any:
-        return self.target
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-
-@contextmanager
-def compile_only(arch: str) -> Iterator[list[Any]]:
-    """Inside, a launch compiles for ``arch`` and appends (function, keyword arguments, compiled kernel)."""
-    from triton.runtime.driver import driver
-    from triton.runtime.jit import JITFunction
-
-    launches: list[Any] = []
-    run = JITFunction.run
-
-    def compile_and_stop(self: Any, *args: Any, **kwargs: Any) -> Any:
-        kernel = run(self, *args, **{**kwargs, "warmup": True})
-        launches.append((self, kwargs, kernel))
-        return kernel
-
-    functions: set[Any] = set()
-    active = driver._active
-    driver.set_active(_Device(target_of(arch)))
-    JITFunction.run = compile_and_stop
-    try:
-        yield launches
-    finally:
-        JITFunction.run = run
-        driver._active = active
-        functions.update(function for function, _, _ in launches)
-        for function in functions:
-            function.device_caches.clear()  # they remember the architecture
-
-
 def resources(kernel: Any) -> tuple[int, int]:
     """(registers per thread, spills) of a compiled kernel: reloads from local memory on NVIDIA, registers on AMD.
 
@@ -130,29 +76,17 @@ def resources(kernel: Any) -> tuple[int, int]:
     return int(registers[1]), len(re.findall(r"\bLDL", code))
 
 
-def compile_call(arch: str, head_dim: int, dtype: torch.dtype, is_causal: bool, splits: bool) -> list[Compiled]:
-    """Every kernel of one forward and one backward call, each once; with ``splits`` those of a split key side too."""
-    from ffpa_jit.triton import dense
-
-    torch.manual_seed(0)
-    q = torch.randn(1, 2, 256, head_dim, dtype=dtype)
-    k, v = (torch.randn(1, 1, 256, head_dim, dtype=dtype) for _ in range(2))
-    common = {"scale": head_dim**-0.5, "is_causal": is_causal, "arch": arch}
-    with compile_only(arch) as launches:
-        out, lse = dense.forward(q, k, v, **common)
-        lse.zero_()
-        # With many processors the key side is split and goes through float32 sums.
-        for processors in (1, 132) if splits else (1,):
-            with mock.patch.object(dense, "processors", lambda device, n=processors: n):
-                dense.backward(torch.ones_like(q), None, q, k, v, out, lse, needs=(True, True, True), **common)
-    found: dict[str, Compiled] = {}
-    for function, kwargs, kernel in launches:
+def judge(arch: str, head_dim: int, dtype: torch.dtype, is_causal: bool, splits: bool) -> list[Compiled]:
+    """Every kernel of one forward and one backward call; with ``splits`` those of a split key side too."""
+    samples = (WHOLE, SPLIT) if splits else (WHOLE,)
+    found = []
+    for launch in compile_call(arch, head_dim, dtype, causal=(is_causal,), samples=samples):
         interesting = ("BLOCK_N", "TAIL", "BLOCK_K", "num_warps", "num_stages")
-        options = " ".join(f"{name}={kwargs[name]}" for name in interesting if name in kwargs)
-        found[f"{function.__name__} {kernel.hash}"] = Compiled(
-            function.__name__, options, *resources(kernel), kernel.metadata.shared
+        options = " ".join(f"{name}={launch.kwargs[name]}" for name in interesting if name in launch.kwargs)
+        found.append(
+            Compiled(launch.function.__name__, options, *resources(launch.kernel), launch.kernel.metadata.shared)
         )
-    return list(found.values())
+    return found
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -169,9 +103,7 @@ def main(argv: list[str] | None = None) -> int:
             for dtype in options.dtypes.split(","):
                 for causal in options.causal.split(","):
                     print(f"{arch}, D={head_dim}, {dtype}{', causal' if causal == '1' else ''}", flush=True)
-                    for c in compile_call(
-                        arch, int(head_dim), getattr(torch, dtype), causal == "1", not options.no_splits
-                    ):
+                    for c in judge(arch, int(head_dim), getattr(torch, dtype), causal == "1", not options.no_splits):
                         faults = c.faults(arch)
                         wrong += len(faults)
                         print(
@@ -184,5 +116,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     sys.exit(main())

@@ -8,6 +8,7 @@ Importing this package touches no device, compiler, network or log handler, and 
 
 from ffpa_jit.attention import explain, ffpa_attn_func
 from ffpa_jit.backends import Backend, CUDABackend, CuTeDSLBackend, SDPABackend, TritonBackend
+from ffpa_jit.warm import warm
 
 __version__ = "0.1.0"
 
@@ -20,4 +21,5 @@ __all__ = [
     "__version__",
     "explain",
     "ffpa_attn_func",
+    "warm",
 ]

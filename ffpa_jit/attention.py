@@ -17,9 +17,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 
-from ffpa_jit import dispatch, ops, registry, sdpa, settings
+from ffpa_jit import dispatch, masks, ops, registry, sdpa, settings
 from ffpa_jit.backends import NAMES, Backend, resolve
-from ffpa_jit.problem import Call, Refusal, batch_shape, device_arch
+from ffpa_jit.problem import Call, Mask, Refusal, UnavailableError, batch_shape, device_arch
 
 __all__ = ["explain", "ffpa_attn_func"]
 
@@ -34,10 +34,10 @@ _SMALL = "head dims up to 256 are left to SDPA's own kernels"
 
 @functools.lru_cache(maxsize=4096)
 def _decide_cached(
-    call: Call, forward: Backend | None, backward: Backend | None, workspace: str | None
+    call: Call, forward: Backend | None, backward: Backend | None, workspace: str | None, installed: bool = False
 ) -> dispatch.Decision:
     """`dispatch.decide`, remembered. `workspace` is part of the key because backends judge a call by it."""
-    return dispatch.decide(call, forward, backward, installed=False)
+    return dispatch.decide(call, forward, backward, installed)
 
 
 registry.on_change(_decide_cached.cache_clear)
@@ -103,13 +103,17 @@ def ffpa_attn_func(
             is the heads, the dims before it are the batch.
         key, value: [B, Hkv, Nkv, D] of the same dtype and device; may be the same tensor. Batch dims of size 1
             broadcast.
-        attn_mask, dropout_p: as in SDPA. Calls with either go to SDPA in this release.
+        attn_mask: bool (True: the key is seen), or added to the scaled scores: the inputs' dtype or fp32. Two
+            dimensions or more, broadcast to [B, Hq, Nq, Nkv] from the right, as in SDPA; never expanded in memory.
+            Its gradient comes from SDPA, run again.
+        dropout_p: the probability that a weight is dropped, as in SDPA, whose draws it does not repeat. With gradients
+            the call goes to SDPA: no backward here can repeat the draws yet.
         is_causal: query r sees the keys k <= r + Nkv - Nq: for D > 256 queries are aligned to the end of the keys, on
             the SDPA fallback too. (Up to head dim 256 it has SDPA's own meaning.)
         scale: factor on the scores; None is 1 / sqrt(D). 0.0 is a scale like any other.
         enable_gqa: let Hq be a multiple of Hkv; key and value are not repeated in memory.
-        backend: a name ("triton", "cuda", "cutedsl", "sdpa") or a Backend object for both directions; None lets the
-            dispatcher choose. A named backend runs or raises; it never falls back.
+        backend: a name ("triton", "cuda", "cutedsl", "sdpa") or a Backend object for the directions it has; None lets
+            the dispatcher choose. A named backend runs or raises; it never falls back.
         forward_backend, backward_backend: the same for one direction; they win over `backend`.
         return_lse: also return the log-sum-exp of the scaled scores: fp32, natural logarithm, [B, Hq, Nq], -inf for a
             row without keys. It is differentiable.
@@ -118,9 +122,10 @@ def ffpa_attn_func(
         out: [B, Hq, Nq, D] in the query's dtype and memory layout; or (out, lse) with `return_lse=True`.
 
     Raises:
-        TypeError: dtypes other than fp16 and bf16 (D > 256) or not the same; a backend of a wrong type.
-        ValueError: shapes that do not fit, is_causal=True with Nkv < Nq, Hq != Hkv without enable_gqa, an unknown
-            backend.
+        TypeError: dtypes other than fp16 and bf16 (D > 256) or not the same; a mask of another dtype; a backend of a
+            wrong type.
+        ValueError: shapes that do not fit, is_causal=True with Nkv < Nq or with attn_mask, Hq != Hkv without
+            enable_gqa, a mask on another device, an unknown backend, `CUDABackend(acc="f16")` with bf16 inputs.
         NotImplementedError: a named backend does not run the call; `return_lse=True` where only SDPA runs it; a
             fallback under `FFPA_JIT_STRICT=1`. The message lists every reason.
 
@@ -155,12 +160,11 @@ def ffpa_attn_func(
             key.device,
             value.device,
             device_arch(device.type, device.index),
-            False,
+            None,
             0.0,
             bool(is_causal),
             bool(enable_gqa),
             (query.requires_grad or key.requires_grad or value.requires_grad) and torch.is_grad_enabled(),
-            False,
             return_lse,
         )
         plan = _decide_cached(call, forward, backward, settings.workspace_text()).plan
@@ -170,10 +174,13 @@ def ffpa_attn_func(
             plan is not None
             and plan.forward != "sdpa"
             and plan.backward != "sdpa"
+            and (plan.forward != "cuda" or forward is not None)  # the long way falls back where it cannot be built
             and shape[0] == key.shape[0] == value.shape[0]
         ):
             factor = shape[3] ** -0.5 if scale is None else _number("scale", scale)
-            out, lse = ops.attend(query, key, value, factor, call.is_causal, plan.forward, plan.backward)
+            out, lse = ops.attend(
+                query, key, value, None, None, factor, call.is_causal, 0.0, plan.forward_text, plan.backward_text
+            )
             return (out, lse) if return_lse else out
     return _general(
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, forward, backward, return_lse
@@ -200,46 +207,61 @@ def _general(
         if error is not None:
             raise NotImplementedError(error)
         if forward is None:
-            dispatch.report_fallback("forward", {"triton": (foreign,)})
+            dispatch.report_fallback("forward", dict.fromkeys(dispatch.PREFERENCE, (foreign,)))
         run = sdpa.native if query.is_nested else sdpa.fallback
         return run(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
 
     installed = _installed()
     is_causal, enable_gqa = bool(is_causal), bool(enable_gqa)
     query, key, value = _autocast(query), _autocast(key), _autocast(value)
-    call = _call(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa, return_lse)
-    rejection, problem, plan = dispatch.decide(call, forward, backward, installed)
+    mask = None if attn_mask is None else _autocast(masks.compact(attn_mask))
+    call = _call(query, key, value, attn_mask, mask, dropout_p, is_causal, enable_gqa, return_lse)
+    if ops.unwatched(query, key, value):  # sizes are plain ints then
+        decision = _decide_cached(call, forward, backward, settings.workspace_text(), installed)
+    else:
+        decision = dispatch.decide(call, forward, backward, installed)
+    rejection, problem, plan = decision
     if rejection is not None:
         if installed and not return_lse and forward is None and backward is None:
-            dispatch.report_fallback("forward", {"triton": (Refusal("call", rejection.message),)})
+            refused = Refusal("call", rejection.message)
+            dispatch.report_fallback("forward", dict.fromkeys(dispatch.PREFERENCE, (refused,)))
             return sdpa.fallback(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         raise rejection.kind(rejection.message)
     assert problem is not None  # for the type checker: a decision is a rejection or a plan
     assert plan is not None
 
+    if plan.forward == "sdpa" and return_lse:
+        raise NotImplementedError(
+            "return_lse=True: SDPA returns no log-sum-exp, and it runs this call"
+            + (": it was named" if forward is not None else dispatch.listed(plan.refusals))
+        )
+    falls_back = dispatch.fallback_of(plan, forward, backward)
+    if falls_back is not None:
+        dispatch.report_fallback(falls_back, plan.refusals)
     if plan.forward == "sdpa":
-        if return_lse:
-            raise NotImplementedError(
-                "return_lse=True: SDPA returns no log-sum-exp, and it runs this call"
-                + (": it was named" if forward is not None else dispatch.listed(plan.refusals))
-            )
-        if forward is None and not plan.small:
-            dispatch.report_fallback("forward", plan.refusals)
         return sdpa.fallback(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
 
-    if plan.backward == "sdpa" and backward is None:
-        dispatch.report_fallback("backward", plan.refusals)
     factor = problem.head_dim**-0.5 if scale is None else _number("scale", scale)
     lead = batch_shape(query.shape, key.shape, value.shape)
-    out, lse = ops.flash_attn(
-        _to_4d(query, lead, problem.batch),
-        _to_4d(key, lead, problem.batch),
-        _to_4d(value, lead, problem.batch),
-        factor,
-        is_causal,
-        plan.forward,
-        plan.backward or "",
-    )
+    q, k, v = (_to_4d(tensor, lead, problem.batch) for tensor in (query, key, value))
+    if mask is not None:
+        mask = masks.to_4d(mask, lead, problem.batch)
+    rng = None
+    if dropout_p > 0:
+        # Drawn out here, so that checkpointing, compilers and graph capture repeat the draw as they do any other. (The
+        # bounds are those of a range that is an int64 itself: compilers compute with it.)
+        rng = torch.randint(0, 2**63 - 1, (2,), dtype=torch.int64, device=query.device)
+    operator = ops.attend if ops.unwatched(*((q, k, v) if mask is None else (q, k, v, mask))) else ops.flash_attn
+    try:
+        out, lse = operator(
+            q, k, v, mask, rng, factor, is_causal, float(dropout_p), plan.forward_text, plan.backward_text
+        )
+    except UnavailableError as error:
+        if forward is not None or return_lse:
+            raise
+        registry.changed()  # what was decided without knowing it
+        dispatch.report_fallback("forward", {plan.forward: (Refusal("unavailable", str(error)),)})
+        return sdpa.fallback(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     rank = max(query.dim(), key.dim(), value.dim())
     if rank != 4:
         # Two dims have no heads either; more than four have several batch dims.
@@ -275,14 +297,17 @@ def explain(
         return dispatch.Explanation("arguments of the wrong kind", None, None, {}, f"TypeError: {wrong}")
     summary = (
         f"query {_shown(query)}, key {_shown(key)}, value {_shown(value)}, {_autocast(query).dtype} on {query.device}"
-        f"{', causal' if is_causal else ''}{', with attn_mask' if attn_mask is not None else ''}"
+        f"{', causal' if is_causal else ''}"
+        f"{f', attn_mask {_shown(attn_mask)} {attn_mask.dtype}' if attn_mask is not None else ''}"
         f"{f', dropout {dropout_p}' if dropout_p else ''}"
     )
     try:
         forward, backward = resolve(backend, forward_backend, backward_backend)
     except (TypeError, ValueError) as wrong:
         return dispatch.Explanation(summary, None, None, {}, f"{type(wrong).__name__}: {wrong}")
-    needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
+    needs_grad = torch.is_grad_enabled() and any(
+        tensor is not None and tensor.requires_grad for tensor in (query, key, value, attn_mask)
+    )
     error: str | None = None
     reason: str | None = None
     if _is_small(query):
@@ -302,7 +327,8 @@ def explain(
             return dispatch.Explanation(summary, None, None, others, f"NotImplementedError: {error}")
         return dispatch.Explanation(summary, "sdpa", "sdpa" if needs_grad else None, others)
     query, key, value = _autocast(query), _autocast(key), _autocast(value)
-    call = _call(query, key, value, attn_mask, dropout_p, bool(is_causal), bool(enable_gqa), return_lse)
+    mask = None if attn_mask is None else _autocast(masks.compact(attn_mask))
+    call = _call(query, key, value, attn_mask, mask, dropout_p, bool(is_causal), bool(enable_gqa), return_lse)
     return dispatch.explain_call(summary, call, forward, backward, _installed(), return_lse)
 
 
@@ -391,12 +417,18 @@ def _call(
     key: Tensor,
     value: Tensor,
     attn_mask: Tensor | None,
+    mask: Tensor | None,
     dropout_p: float,
     is_causal: bool,
     enable_gqa: bool,
     return_lse: bool,
 ) -> Call:
+    """The call with `attn_mask` as the caller gave it, and `mask` as autocast and `masks.compact` leave it."""
     grad = torch.is_grad_enabled()
+    described = None
+    if attn_mask is not None and mask is not None:
+        copies = masks.joining_copies(mask, batch_shape(query.shape, key.shape, value.shape))
+        described = Mask(attn_mask.shape, mask.dtype, mask.device, grad and attn_mask.requires_grad, copies)
     return Call(
         query.shape,
         key.shape,
@@ -408,12 +440,11 @@ def _call(
         key.device,
         value.device,
         device_arch(query.device.type, query.device.index),
-        attn_mask is not None,
+        described,
         dropout_p,
         is_causal,
         enable_gqa,
         grad and (query.requires_grad or key.requires_grad or value.requires_grad),
-        grad and attn_mask is not None and attn_mask.requires_grad,
         return_lse,
     )
 

@@ -3,18 +3,30 @@
 They hold options only and never touch a device, so building one is always safe. All are frozen and hashable; a wrong
 value is an error when the object is built, not when the call runs.
 
-A side is chosen with strings (`"triton"`, `"cuda"`, `"cutedsl"`, `"sdpa"`) or with these objects.
+A side is chosen with strings (`"triton"`, `"cuda"`, `"cutedsl"`, `"sdpa"`) or with these objects. The operators carry
+them as text, which `encode` writes and `decode` reads: a compiled or exported graph then holds plain strings.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 
-__all__ = ["NAMES", "Backend", "CUDABackend", "CuTeDSLBackend", "SDPABackend", "TritonBackend", "resolve"]
+__all__ = [
+    "NAMES",
+    "Backend",
+    "CUDABackend",
+    "CuTeDSLBackend",
+    "SDPABackend",
+    "TritonBackend",
+    "decode",
+    "encode",
+    "resolve",
+]
 
 NAMES = ("triton", "cuda", "cutedsl", "sdpa")
 
@@ -90,6 +102,10 @@ class Backend:
         """The sides an object stands for when it names none: those its backend has."""
         return (True, False) if self.name == "cuda" else (True, True)
 
+    def unfit(self, dtype: torch.dtype) -> str | None:
+        """Why these options cannot go with inputs of `dtype`, on any device; None: they can."""
+        return None
+
     def _set(self, field: str, value: object) -> None:
         # The dataclass is frozen for its users; __post_init__ still has to store the normalised value.
         object.__setattr__(self, field, value)
@@ -159,12 +175,14 @@ class TritonBackend(Backend):
 
 @dataclass(frozen=True)
 class CUDABackend(Backend):
-    """Hand-written CUDA kernels, forward only. Declared in this release: a call that names it raises.
+    """Hand-written CUDA kernels, forward only, with masks and dropout; compiled on first use, once a machine.
 
-    As `backend=CUDABackend()` (or `backend="cuda"`) it takes the forward, and the backward goes to Triton.
+    As `backend=CUDABackend()` (or `backend="cuda"`) it takes the forward; who computes the gradients is chosen as ever:
+    Triton where it runs the call, else SDPA, run again on the saved inputs.
 
-    `acc`: the accumulator of the matrix products, `"f32"` or `"f16"` (fp16 inputs only).
-    `stages`: depth of the copy pipeline, 1 to 8; None lets the device decide.
+    `acc`: the accumulator of the matrix products, `"f32"` or `"f16"`. `"f16"` is faster on some GPUs, loses accuracy
+        with the head dim, and is for fp16 inputs: with bf16 the call is a ValueError.
+    `stages`: depth of the copy pipeline, 1 to 4; None lets the architecture decide.
     """
 
     name: str = "cuda"
@@ -181,9 +199,14 @@ class CUDABackend(Backend):
             raise ValueError(f"CUDABackend(acc={self.acc!r}): choose 'f32' or 'f16'")
         if self.stages is not None:
             if isinstance(self.stages, bool) or not isinstance(self.stages, int):
-                raise TypeError(f"CUDABackend(stages={self.stages!r}): stages must be an int from 1 to 8, or None")
-            if not 1 <= self.stages <= 8:
-                raise ValueError(f"CUDABackend(stages={self.stages}): stages must be from 1 to 8, or None")
+                raise TypeError(f"CUDABackend(stages={self.stages!r}): stages must be an int from 1 to 4, or None")
+            if not 1 <= self.stages <= 4:
+                raise ValueError(f"CUDABackend(stages={self.stages}): stages must be from 1 to 4, or None")
+
+    def unfit(self, dtype: torch.dtype) -> str | None:
+        if self.acc == "f16" and dtype != torch.float16:
+            return f"CUDABackend(acc='f16') needs float16 inputs, and these are {dtype}; use acc='f32', or cast them"
+        return None
 
 
 @dataclass(frozen=True)
@@ -216,6 +239,45 @@ DEFAULTS: dict[str, Backend] = {
     "sdpa": SDPABackend(),
 }
 _CLASSES: dict[str, Callable[..., Backend]] = {name: type(instance) for name, instance in DEFAULTS.items()}
+
+# What of an object `encode` writes: every option, and not which directions the object was chosen for.
+_OPTIONS: dict[str, tuple[str, ...]] = {
+    name: tuple(field.name for field in fields(instance) if field.name not in ("name", "forward", "backward"))
+    for name, instance in DEFAULTS.items()
+}
+_DTYPE_TEXTS: dict[object, str] = {torch.float16: "fp16", torch.float32: "fp32"}
+_VALUES: dict[str, object] = {"True": True, "False": False, "None": None}
+
+
+def encode(backend: Backend) -> str:
+    """`backend` as text: its name, then the options that are not the default ones: `"cuda;acc=f16;stages=2"`.
+
+    Plain enough for torch.compile to trace.
+    """
+    text = backend.name
+    default = DEFAULTS[text]
+    for option in _OPTIONS[backend.name]:
+        value = getattr(backend, option)
+        if value != getattr(default, option):
+            text += f";{option}={_DTYPE_TEXTS[value] if isinstance(value, torch.dtype) else value}"
+    return text
+
+
+@functools.cache
+def decode(text: str) -> Backend:
+    """The backend object that `encode` wrote as `text`, with its options; ValueError or TypeError for other text."""
+    name, *pairs = text.split(";")
+    if name not in DEFAULTS:
+        raise ValueError(f"{text!r}: unknown backend; choose one of {_listed()}")
+    if not pairs:
+        return DEFAULTS[name]
+    options: dict[str, object] = {}
+    for pair in pairs:
+        option, _, value = pair.partition("=")
+        if option not in _OPTIONS[name]:
+            raise ValueError(f"{text!r}: {name!r} has no option {option!r}; choose from {', '.join(_OPTIONS[name])}")
+        options[option] = _VALUES[value] if value in _VALUES else int(value) if value.isdigit() else value
+    return _CLASSES[name](**options)
 
 
 def _as_backend(argument: str, value: object) -> Backend | None:
@@ -255,9 +317,11 @@ def resolve(
 ) -> tuple[Backend | None, Backend | None]:
     """The backends that the caller named for (forward, backward); None where the dispatcher may choose.
 
-    `backend` fills the sides it stands for; an explicit side wins over it. `backend="cuda"` leaves its missing backward
-    to Triton. Errors: ValueError for an unknown name or an object given for a side it does not have, TypeError for
-    anything that is neither a string nor a Backend.
+    `backend` fills the sides it stands for; an explicit side wins over it. `backend="cuda"` leaves the backward, which
+    it does not have, to the dispatcher.
+
+    Errors: ValueError for an unknown name or an object given for a side it does not have, TypeError for anything that
+    is neither a string nor a Backend.
     """
     both = _as_backend("backend", backend)
     forward = _side("forward_backend", "forward", forward_backend)
@@ -265,9 +329,6 @@ def resolve(
     if both is not None:
         if forward is None and both.forward:
             forward = both
-        if backward is None:
-            if both.backward:
-                backward = both
-            elif both.name == "cuda":
-                backward = DEFAULTS["triton"]
+        if backward is None and both.backward:
+            backward = both
     return forward, backward

@@ -1,8 +1,11 @@
 """Who runs a call: `plan` chooses a backend for each direction, and `explain_call` tells the choice with its reasons.
 
-Preference: the fastest backend that runs the call on its device (today that is Triton), else PyTorch's SDPA. A backend
-that the caller names runs or raises NotImplementedError with every reason. A fallback that nobody asked for is logged
-once per reason code on the logger `ffpa_jit`, or raises under `FFPA_JIT_STRICT=1`.
+Preference: the fastest backend that runs the call on its device (Triton; where that has no kernels for the call, CUDA),
+else PyTorch's SDPA. A backend that the caller names runs or raises NotImplementedError with every reason. A fallback
+that nobody asked for is logged once per reason code on the logger `ffpa_jit`, or raises under `FFPA_JIT_STRICT=1`.
+
+A backward that no backend runs is SDPA's, run again on the saved inputs. That cannot repeat another forward's dropout,
+so a call with dropout and gradients needs a backend for both.
 """
 
 from __future__ import annotations
@@ -13,15 +16,26 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ffpa_jit import registry, sdpa, settings
-from ffpa_jit.backends import DEFAULTS, NAMES, Backend
+from ffpa_jit.backends import DEFAULTS, NAMES, Backend, encode
 from ffpa_jit.problem import MAX_HEAD_DIM, Call, Problem, Refusal, Rejection, describe, dtype_rejection
 
-__all__ = ["Decision", "Explanation", "Plan", "decide", "explain_call", "listed", "plan", "refusals", "report_fallback"]
+__all__ = [
+    "Decision",
+    "Explanation",
+    "Plan",
+    "decide",
+    "explain_call",
+    "fallback_of",
+    "listed",
+    "plan",
+    "refusals",
+    "report_fallback",
+]
 
 _logger = logging.getLogger("ffpa_jit")
 
 # The backends that are tried, fastest first, when the caller names none.
-PREFERENCE = ("triton",)
+PREFERENCE = ("triton", "cuda")
 
 _HALF_NAMES = ("torch.float16", "torch.bfloat16")
 
@@ -32,12 +46,15 @@ class Plan:
 
     `forward`: name of the backend that computes the output. `backward`: of the one that computes the gradients, None if
     nothing requires them. "sdpa" as `forward` means the whole call; as `backward` alone, that SDPA is run again.
+    `forward_text`, `backward_text`: the same with their options, as the operators carry them; "" for None.
     `refusals`: what the backends that were tried and passed over had to say, by name. `small`: SDPA was chosen
     although another backend could run the problem, because it is faster; that is no reason to warn.
     """
 
     forward: str
     backward: str | None
+    forward_text: str
+    backward_text: str
     refusals: dict[str, tuple[Refusal, ...]] = field(default_factory=dict)
     small: bool = False
 
@@ -57,18 +74,40 @@ def refusals(problem: Problem, options: Backend, direction: str) -> tuple[Refusa
     """
     if options.name == "sdpa":
         return ()
-    found = _common_refusals(problem)
+    found = _common_refusals(problem, direction)
     absent = registry.missing(options.name)
     if absent is not None:
         return (*found, absent)
     own = registry.get(options.name).refusals(problem, options, direction=direction)
     if not found or (own and own[0].code == "not-built"):
         return tuple(own)  # what no kernel serves is no advice for a backend without kernels
-    codes = [refusal.code for refusal in found]
-    return (*found, *[refusal for refusal in own if refusal.code not in codes])
+    codes = [refusal.code for refusal in own]
+    return (*[refusal for refusal in found if refusal.code not in codes], *own)
 
 
-def _common_refusals(problem: Problem) -> list[Refusal]:
+def _forward_refusals(problem: Problem, options: Backend, backward: Backend | None) -> tuple[Refusal, ...]:
+    """`refusals` of a forward whose gradients `backward` is to compute (None: whoever can)."""
+    found = refusals(problem, options, "forward")
+    if found or options.name == "sdpa" or not (problem.dropout_p > 0 and _needs_grad(problem)):
+        return found
+    for name in PREFERENCE if backward is None else (backward.name,):
+        if name != "sdpa" and not refusals(problem, DEFAULTS[name] if backward is None else backward, "backward"):
+            return ()
+    return (
+        Refusal(
+            "dropout-backward",
+            f"dropout_p is {problem.dropout_p} and gradients are needed, but no backward "
+            + ("here" if backward is None else f"of {backward.name!r}")
+            + " drops what this forward dropped: leave the call to SDPA, or run it under torch.no_grad()",
+        ),
+    )
+
+
+def _needs_grad(problem: Problem) -> bool:
+    return problem.needs_grad or problem.mask_needs_grad
+
+
+def _common_refusals(problem: Problem, direction: str) -> list[Refusal]:
     found = []
     head_dim = problem.head_dim
     if str(problem.dtype) not in _HALF_NAMES:
@@ -99,16 +138,21 @@ def _common_refusals(problem: Problem) -> list[Refusal]:
                 "zeros and cut the output",
             )
         )
-    if problem.has_mask:
-        found.append(Refusal("mask", "attn_mask was given; this release has no masks but is_causal=True"))
-    if problem.dropout_p > 0:
-        found.append(Refusal("dropout", f"dropout_p is {problem.dropout_p}; this release has no dropout: pass 0.0"))
+    if problem.mask_copies:
+        found.append(
+            Refusal(
+                "mask-layout",
+                "attn_mask broadcasts over some of several batch dimensions, or its memory does not join them, so that "
+                "[batch, heads, queries, keys] would be a copy of it; join the batch dimensions before the call",
+            )
+        )
+    if problem.mask_needs_grad and direction == "backward":
+        found.append(Refusal("mask-gradient", "attn_mask requires a gradient, which only SDPA, run again, computes"))
     if problem.device_type != "cuda" and problem.arch != "interpreter":
         found.append(
             Refusal(
                 "device",
-                f"the tensors are on a {problem.device_type} device; the kernels run on CUDA and ROCm devices (or set "
-                "TRITON_INTERPRET=1 before Triton is imported to run them slowly on the CPU, in fp16)",
+                f"the tensors are on a {problem.device_type} device; the kernels run on CUDA and ROCm devices",
             )
         )
     return found
@@ -120,46 +164,86 @@ def plan(problem: Problem, forward: Backend | None, backward: Backend | None) ->
     NotImplementedError, with every reason, if a named backend does not run its direction. `backward` matters only when
     the problem needs gradients.
     """
-    needs_grad = problem.needs_grad or problem.mask_needs_grad
+    needs_grad = _needs_grad(problem)
     passed_over: dict[str, tuple[Refusal, ...]] = {}
-    chosen = "sdpa"
+    chosen = DEFAULTS["sdpa"]
     if forward is not None:
-        _require(problem, forward, "forward")
-        chosen = forward.name
+        _require(forward, "forward", _forward_refusals(problem, forward, backward))
+        chosen = forward
     else:
         for name in PREFERENCE:
             options = backward if backward is not None and backward.name == name else DEFAULTS[name]
-            reasons = refusals(problem, options, "forward")
+            reasons = _forward_refusals(problem, options, backward)
             if not reasons:
-                chosen = name
+                chosen = options
                 break
             passed_over[name] = reasons
-        if chosen != "sdpa" and backward is None and not problem.wants_lse:
-            slower = _slower_than_sdpa(chosen, problem)
+        if chosen.name != "sdpa" and backward is None and not problem.wants_lse:
+            slower = _slower_than_sdpa(chosen.name, problem)
             if slower is not None:
-                passed_over[chosen] = (slower,)
-                return Plan("sdpa", "sdpa" if needs_grad else None, passed_over, small=True)
+                passed_over[chosen.name] = (slower,)
+                return _plan(DEFAULTS["sdpa"], DEFAULTS["sdpa"] if needs_grad else None, passed_over, small=True)
 
     if not needs_grad:
-        return Plan(chosen, None, passed_over)
+        return _plan(chosen, None, passed_over)
     if backward is not None:
-        _require(problem, backward, "backward")
-    if chosen == "sdpa":
+        _require(backward, "backward", refusals(problem, backward, "backward"))
+    if chosen.name == "sdpa":
         if backward is not None and backward.name != "sdpa":
             raise NotImplementedError(
                 f"backward_backend={backward.name!r} needs the log-sum-exp of a forward that is not SDPA, and this "
                 "forward goes to SDPA" + (" because it was named" if forward is not None else listed(passed_over))
             )
-        return Plan("sdpa", "sdpa", passed_over)
+        return _plan(chosen, DEFAULTS["sdpa"], passed_over)
     if backward is not None:
-        return Plan(chosen, backward.name, passed_over)
+        return _plan(chosen, backward, passed_over)
     for name in PREFERENCE:
         options = forward if forward is not None and forward.name == name else DEFAULTS[name]
         reasons = refusals(problem, options, "backward")
         if not reasons:
-            return Plan(chosen, name, passed_over)
-        passed_over[name] = reasons
-    return Plan(chosen, "sdpa", passed_over)
+            return _plan(chosen, options, passed_over)
+        if all(refusal.code != "no-backward" for refusal in reasons):  # to have none says nothing about the call
+            passed_over[name] = reasons
+    if forward is None and not problem.wants_lse and _recompute_is_slower(problem):
+        passed_over[chosen.name] = (
+            *passed_over.get(chosen.name, ()),
+            Refusal(
+                "recompute",
+                "no backend computes the gradients of this call, and SDPA's need SDPA's forward, so that another one "
+                f"before it is lost time; name the forward ({chosen.name!r}) to run it all the same",
+            ),
+        )
+        return _plan(DEFAULTS["sdpa"], DEFAULTS["sdpa"], passed_over)
+    return _plan(chosen, DEFAULTS["sdpa"], passed_over)
+
+
+def _plan(
+    forward: Backend, backward: Backend | None, passed_over: dict[str, tuple[Refusal, ...]], small: bool = False
+) -> Plan:
+    return Plan(
+        forward.name,
+        None if backward is None else backward.name,
+        encode(forward),
+        "" if backward is None else encode(backward),
+        passed_over,
+        small,
+    )
+
+
+def fallback_of(decided: Plan, forward: Backend | None, backward: Backend | None) -> str | None:
+    """The direction, if any, that goes to SDPA although nobody asked for that, and for lack of a backend."""
+    if decided.forward == "sdpa":
+        return "forward" if forward is None and not decided.small else None
+    return "backward" if decided.backward == "sdpa" and backward is None else None
+
+
+def _recompute_is_slower(problem: Problem) -> bool:
+    """Whether a forward on kernels with SDPA's backward is worse than SDPA alone.
+
+    It takes longer, by that forward. But with grouped heads SDPA's math path would keep [Hq, Nq, Nkv] probabilities
+    until the backward, and run again it holds them only then.
+    """
+    return problem.arch != "interpreter" and problem.heads_q == problem.heads_kv
 
 
 def _slower_than_sdpa(name: str, problem: Problem) -> Refusal | None:
@@ -176,8 +260,7 @@ def _slower_than_sdpa(name: str, problem: Problem) -> Refusal | None:
     )
 
 
-def _require(problem: Problem, named: Backend, direction: str) -> None:
-    reasons = refusals(problem, named, direction)
+def _require(named: Backend, direction: str, reasons: tuple[Refusal, ...]) -> None:
     if reasons:
         raise NotImplementedError(
             f"backend {named.name!r} does not run this {direction}" + listed({named.name: reasons})
@@ -192,7 +275,7 @@ def listed(reasons: dict[str, tuple[Refusal, ...]]) -> str:
 
 
 def decide(call: Call, forward: Backend | None, backward: Backend | None, installed: bool) -> Decision:
-    """Check `call` (head dim above 256) against the contract, and plan it.
+    """Check `call` (head dim above 256) and the options of named backends against the contract, and plan it.
 
     `installed`: the function stands in for SDPA, so a dtype we do not serve is a reason to fall back, not a TypeError.
     Raises what `plan` raises.
@@ -204,6 +287,10 @@ def decide(call: Call, forward: Backend | None, backward: Backend | None, instal
         rejection = dtype_rejection(described.dtype, described.head_dim)
         if rejection is not None:
             return Decision(rejection, None, None)
+    for named in (forward, backward):
+        wrong = None if named is None else named.unfit(described.dtype)
+        if wrong is not None:
+            return Decision(Rejection(ValueError, wrong), None, None)
     return Decision(None, described, plan(described, forward, backward))
 
 
@@ -212,25 +299,31 @@ _warned: set[tuple[str, str]] = set()
 
 def report_fallback(direction: str, reasons: dict[str, tuple[Refusal, ...]]) -> None:
     """Say once a code that `direction` ("forward" or "backward") goes to SDPA, and why; raise if strict."""
-    _report(direction, tuple([(refusal.code, refusal.reason) for found in reasons.values() for refusal in found]))
+    _report(
+        direction,
+        tuple([(name, refusal.code, refusal.reason) for name, found in reasons.items() for refusal in found]),
+    )
 
 
-def _report(direction: str, reasons: Sequence[tuple[str, str]]) -> None:
+def _report(direction: str, reasons: Sequence[tuple[str, str, str]]) -> None:
+    by_reason: dict[tuple[str, str], list[str]] = {}
+    for name, code, reason in reasons:
+        by_reason.setdefault((code, reason), []).append(name)
+    lines = [f"{', '.join(names)}: [{code}] {reason}" for (code, reason), names in by_reason.items()]
     if settings.strict():
         raise NotImplementedError(
             f"the {direction} would fall back to scaled_dot_product_attention, and FFPA_JIT_STRICT=1 forbids that"
-            + "".join(f"\n  - [{code}] {reason}" for code, reason in reasons)
+            + "".join(f"\n  - {line}" for line in lines)
         )
-    for code, reason in reasons:
-        if (direction, code) not in _warned:
-            _warned.add((direction, code))
-            _logger.warning(
-                "the %s falls back to scaled_dot_product_attention (reason=%r): %s. Said once per reason; "
-                "FFPA_JIT_STRICT=1 makes it an error",
-                direction,
-                code,
-                reason,
-            )
+    codes = {(direction, code) for code, _ in by_reason}
+    if not codes <= _warned:
+        _warned.update(codes)
+        _logger.warning(
+            "the %s falls back to scaled_dot_product_attention: %s. Said once per reason; FFPA_JIT_STRICT=1 makes it "
+            "an error",
+            direction,
+            "; ".join(lines),
+        )
 
 
 # A constant under torch.compile: what torch.compiler.assume_constant_result sets, without importing the compiler.
@@ -276,7 +369,6 @@ class Explanation:
 
 def reasons_against(problem: Problem, decided: Plan | None) -> dict[str, list[str]]:
     """For every backend that `decided` does not use, why not; both directions if the problem needs gradients."""
-    directions = ["forward", "backward"] if problem.needs_grad or problem.mask_needs_grad else ["forward"]
     used = () if decided is None else (decided.forward, decided.backward)
     result = {}
     for name in NAMES:
@@ -285,12 +377,11 @@ def reasons_against(problem: Problem, decided: Plan | None) -> dict[str, list[st
         if name == "sdpa":
             result[name] = [f"{decided.forward} runs the call" if decided else "it was not asked for"]
             continue
-        found: dict[str, str] = {}
-        for direction in directions:
-            if name == "cuda" and direction == "backward":
-                continue  # it has none, and that is not why it does not run the forward
-            for refusal in refusals(problem, DEFAULTS[name], direction):
-                found.setdefault(refusal.code, refusal.reason)
+        found = {refusal.code: refusal.reason for refusal in _forward_refusals(problem, DEFAULTS[name], None)}
+        if _needs_grad(problem):
+            for refusal in refusals(problem, DEFAULTS[name], "backward"):
+                if refusal.code != "no-backward":  # to have none is not why it does not run the forward
+                    found.setdefault(refusal.code, refusal.reason)
         if not found and decided is not None:
             for refusal in decided.refusals.get(name, ()):
                 found[refusal.code] = refusal.reason
@@ -316,11 +407,16 @@ def explain_call(
     except NotImplementedError as refused:
         error = f"NotImplementedError: {refused}"
     rejection, problem, decided = decision
-    if rejection is not None and not installed:
+    if rejection is not None and not (installed and forward is None and backward is None and not return_lse):
         return Explanation(summary, None, None, {}, f"{rejection.kind.__name__}: {rejection.message}")
     if rejection is not None:
         others = {name: [rejection.message] for name in NAMES if name != "sdpa"}
-        return Explanation(summary, "sdpa", "sdpa" if call.needs_grad or call.mask_needs_grad else None, others)
+        return Explanation(
+            summary,
+            "sdpa",
+            "sdpa" if call.needs_grad or (call.mask is not None and call.mask.needs_grad) else None,
+            others,
+        )
     if decided is None or problem is None:
         described = describe(call)
         assert isinstance(described, Problem)
@@ -328,7 +424,7 @@ def explain_call(
     reasons = reasons_against(problem, decided)
     if decided.forward == "sdpa" and return_lse:
         error = "NotImplementedError: return_lse=True, but SDPA runs this call and returns no log-sum-exp"
-    elif decided.refusals and not decided.small and "sdpa" in (decided.forward, decided.backward) and settings.strict():
+    elif fallback_of(decided, forward, backward) is not None and settings.strict():
         error = "NotImplementedError: the call falls back to SDPA, and FFPA_JIT_STRICT=1 forbids that"
     if error is not None:
         return Explanation(summary, None, None, reasons, error)

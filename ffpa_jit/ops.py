@@ -1,28 +1,34 @@
 """The torch operators: `torch.ops.ffpa_jit.flash_attn` and `.flash_attn_backward`.
 
-Both are functional: they change no input and return fresh tensors. They carry backends by name, so a compiled or
-exported graph holds plain strings. Inputs are [B, H, N, D] tensors of one dtype (fp16 or bf16) and device, as
-`ffpa_attn_func` hands them over; it does the checking.
+Both are functional: they change no input and return fresh tensors. They carry backends as text (`backends.encode`:
+"triton", "cuda;acc=f16"), so a compiled or exported graph holds plain strings. Inputs are [B, H, N, D] tensors of one
+dtype (fp16 or bf16) and device, as `ffpa_attn_func` hands them over; it does the checking.
 
-`flash_attn(query, key, value, scale, is_causal, forward_backend, backward_backend) -> (out, lse)`
+`flash_attn(query, key, value, attn_mask, rng, scale, is_causal, dropout_p, forward_backend, backward_backend)`
+    `-> (out, lse)`
+    attn_mask: None or [B, Hq, Nq, Nkv] with size 1 where it broadcasts; bool, fp32 or the dtype of query.
+    rng: two int64 words on the device that determine what is dropped; None when `dropout_p` is 0.
     out: memory layout of `torch.empty_like(query)`. lse: fp32, natural logarithm, contiguous [B, Hq, Nq].
     Both outputs are differentiable. `backward_backend` names who computes the gradients; "sdpa" runs SDPA again.
 
-`flash_attn_backward(grad_out, grad_lse, query, key, value, out, lse, scale, is_causal, needs, backend)`
-    `-> (grad_query, grad_key, grad_value)`: each laid out as `torch.empty_like` of its input; one that `needs` does not
-    ask for is an empty tensor of shape (0,). `out` and `lse` may come from elsewhere, for example merged over shards.
+`flash_attn_backward(grad_out, grad_lse, query, key, value, attn_mask, rng, out, lse, scale, is_causal, dropout_p,`
+    `needs, backend) -> (grad_query, grad_key, grad_value, grad_attn_mask)`
+    Each is laid out as `torch.empty_like` of its input; one that `needs` does not ask for is an empty tensor of shape
+    (0,). No backend computes the last one yet. `out` and `lse` may come from elsewhere, for example merged over shards.
     Not differentiable: a second derivative raises NotImplementedError.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.autograd import forward_ad
 
 from ffpa_jit import registry, sdpa
+from ffpa_jit.backends import decode
 
 __all__ = ["attend", "flash_attn", "flash_attn_backward", "unwatched"]
 
@@ -36,55 +42,87 @@ _TAGS = (
     getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order),
 )
 _library.define(
-    "flash_attn(Tensor query, Tensor key, Tensor value, float scale, bool is_causal, str forward_backend, "
-    "str backward_backend) -> (Tensor, Tensor)",
+    "flash_attn(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor? rng, float scale, bool is_causal, "
+    "float dropout_p, str forward_backend, str backward_backend) -> (Tensor, Tensor)",
     tags=_TAGS,
 )
 _library.define(
-    "flash_attn_backward(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor out, "
-    "Tensor lse, float scale, bool is_causal, bool[3] needs, str backend) -> (Tensor, Tensor, Tensor)",
+    "flash_attn_backward(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, "
+    "Tensor? attn_mask, Tensor? rng, Tensor out, Tensor lse, float scale, bool is_causal, float dropout_p, "
+    "bool[4] needs, str backend) -> (Tensor, Tensor, Tensor, Tensor)",
     tags=_TAGS,
 )
+
+
+def _expanded(attn_mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None:
+    """The mask as backends take it: a view of the size of the scores, with stride 0 where it broadcasts."""
+    return None if attn_mask is None else attn_mask.expand(*query.shape[:3], key.shape[2])
 
 
 def _forward(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    rng: torch.Tensor | None,
     scale: float,
     is_causal: bool,
+    dropout_p: float,
     forward_backend: str,
     backward_backend: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return registry.get(forward_backend).forward(query, key, value, scale=scale, is_causal=is_causal)
+    options = decode(forward_backend)
+    if attn_mask is None and dropout_p == 0:  # the common case, kept short
+        return registry.get(options.name).forward(query, key, value, scale=scale, is_causal=is_causal, options=options)
+    return registry.get(options.name).forward(
+        query,
+        key,
+        value,
+        scale=scale,
+        is_causal=is_causal,
+        attn_mask=_expanded(attn_mask, query, key),
+        dropout_p=dropout_p,
+        rng=rng,
+        options=options,
+    )
 
 
 def _forward_fake(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    rng: torch.Tensor | None,
     scale: float,
     is_causal: bool,
+    dropout_p: float,
     forward_backend: str,
     backward_backend: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.empty_like(query), query.new_empty(query.shape[:-1], dtype=torch.float32)
 
 
-def _backward(
+def _gradients(
     grad_out: torch.Tensor,
     grad_lse: torch.Tensor | None,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    rng: torch.Tensor | None,
     out: torch.Tensor,
     lse: torch.Tensor,
     scale: float,
     is_causal: bool,
-    needs: list[bool],
+    dropout_p: float,
+    needs: Sequence[bool],
     backend: str,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    dq, dk, dv = registry.get(backend).backward(
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """The backend's gradients of query, key and value."""
+    if needs[3]:
+        raise NotImplementedError("no backend computes the gradient of attn_mask; use backward_backend='sdpa'")
+    options = decode(backend)
+    return registry.get(options.name).backward(
         grad_out,
         grad_lse,
         query,
@@ -95,11 +133,37 @@ def _backward(
         scale=scale,
         is_causal=is_causal,
         needs=(needs[0], needs[1], needs[2]),
+        attn_mask=_expanded(attn_mask, query, key),
+        dropout_p=dropout_p,
+        rng=rng,
+        options=options,
+    )
+
+
+def _backward(
+    grad_out: torch.Tensor,
+    grad_lse: torch.Tensor | None,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    rng: torch.Tensor | None,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    scale: float,
+    is_causal: bool,
+    dropout_p: float,
+    needs: list[bool],
+    backend: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    dq, dk, dv = _gradients(
+        grad_out, grad_lse, query, key, value, attn_mask, rng, out, lse, scale, is_causal, dropout_p, needs, backend
     )
     return (
         query.new_empty(0) if dq is None else dq,
         query.new_empty(0) if dk is None else dk,
         query.new_empty(0) if dv is None else dv,
+        query.new_empty(0),
     )
 
 
@@ -109,56 +173,62 @@ def _backward_fake(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    rng: torch.Tensor | None,
     out: torch.Tensor,
     lse: torch.Tensor,
     scale: float,
     is_causal: bool,
+    dropout_p: float,
     needs: list[bool],
     backend: str,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    dq, dk, dv = (
-        torch.empty_like(tensor) if need else query.new_empty(0)
-        for tensor, need in zip((query, key, value), needs, strict=True)
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    dq, dk, dv, dmask = (
+        torch.empty_like(tensor) if need and tensor is not None else query.new_empty(0)
+        for tensor, need in zip((query, key, value, attn_mask), needs, strict=True)
     )
-    return dq, dk, dv
+    return dq, dk, dv, dmask
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    query, key, value, scale, is_causal, _, backward_backend = inputs
+    query, key, value, attn_mask, rng, scale, is_causal, dropout_p, _, backward_backend = inputs
     # An unused lse (or out) then has the gradient None instead of a tensor of zeros.
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(query, key, value, *output)
-    ctx.scale, ctx.is_causal, ctx.backward_backend = scale, is_causal, backward_backend
+    ctx.save_for_backward(query, key, value, attn_mask, rng, *output)
+    ctx.scale, ctx.is_causal, ctx.dropout_p, ctx.backward_backend = scale, is_causal, dropout_p, backward_backend
 
 
 def _differentiate(
     ctx: Any, grad_out: torch.Tensor | None, grad_lse: torch.Tensor | None
 ) -> tuple[torch.Tensor | None, ...]:
-    needs = tuple(ctx.needs_input_grad[:3])
-    constants = (None, None, None, None)
+    needs = tuple(ctx.needs_input_grad[:4])
+    constants = (None, None, None, None, None, None)  # from rng on
     if (grad_out is None and grad_lse is None) or not any(needs):
-        return (None, None, None, *constants)
-    query, key, value, out, lse = ctx.saved_tensors
+        return (None, None, None, None, *constants)
+    query, key, value, attn_mask, rng, out, lse = ctx.saved_tensors
     if grad_out is None:
         grad_out = torch.zeros_like(out)
-    if ctx.backward_backend == "sdpa":
+    if decode(ctx.backward_backend).name == "sdpa":
         if grad_lse is not None:
             raise NotImplementedError(
                 "backward_backend='sdpa' cannot differentiate the log-sum-exp, which SDPA does not return; use "
                 "backward_backend='triton', or detach lse"
             )
-        grads = sdpa.backward(grad_out, query, key, value, scale=ctx.scale, is_causal=ctx.is_causal, needs=needs)
+        if ctx.dropout_p > 0:
+            raise NotImplementedError("SDPA, run again for the backward, cannot repeat the dropout of another forward")
+        grads = sdpa.backward(
+            grad_out, query, key, value, attn_mask, scale=ctx.scale, is_causal=ctx.is_causal, needs=needs
+        )
         return (*grads, *constants)
+    arguments = (
+        grad_out, grad_lse, query, key, value, attn_mask, rng, out, lse, ctx.scale, ctx.is_causal, ctx.dropout_p,
+        needs, ctx.backward_backend,
+    )  # fmt: skip
     if not torch.is_grad_enabled() and unwatched(grad_out, query, key, value):
         # Without create_graph nothing would see the operator: call what it calls.
-        dq, dk, dv = registry.get(ctx.backward_backend).backward(
-            grad_out, grad_lse, query, key, value, out, lse, scale=ctx.scale, is_causal=ctx.is_causal, needs=needs
-        )
-        return (dq, dk, dv, *constants)
-    dq, dk, dv = flash_attn_backward(
-        grad_out, grad_lse, query, key, value, out, lse, ctx.scale, ctx.is_causal, needs, ctx.backward_backend
-    )
-    return (dq if needs[0] else None, dk if needs[1] else None, dv if needs[2] else None, *constants)
+        return (*_gradients(*arguments), None, *constants)
+    grads = flash_attn_backward(*arguments)
+    return (*[grad if need else None for grad, need in zip(grads, needs, strict=True)], *constants)
 
 
 def _no_second_derivative(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
@@ -227,18 +297,22 @@ def attend(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    rng: torch.Tensor | None,
     scale: float,
     is_causal: bool,
+    dropout_p: float,
     forward_backend: str,
-    backward_backend: str | None,
+    backward_backend: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`flash_attn` for tensors that are `unwatched`, at a fraction of the operator's host time.
 
-    `backward_backend`: None when no gradient is needed.
+    `backward_backend`: "" when no gradient is needed.
     """
-    if backward_backend is None:
-        return registry.get(forward_backend).forward(query, key, value, scale=scale, is_causal=is_causal)
-    result: tuple[torch.Tensor, torch.Tensor] = _Attend.apply(
-        query, key, value, scale, is_causal, forward_backend, backward_backend
-    )
+    inputs = (
+        query, key, value, attn_mask, rng, scale, is_causal, dropout_p, forward_backend, backward_backend
+    )  # fmt: skip
+    if not backward_backend:
+        return _forward(*inputs)
+    result: tuple[torch.Tensor, torch.Tensor] = _Attend.apply(*inputs)
     return result

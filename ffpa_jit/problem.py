@@ -15,7 +15,17 @@ import torch
 
 from ffpa_jit import settings
 
-__all__ = ["MAX_HEAD_DIM", "MIN_HEAD_DIM", "Call", "Problem", "Refusal", "Rejection", "device_arch"]
+__all__ = [
+    "MAX_HEAD_DIM",
+    "MIN_HEAD_DIM",
+    "Call",
+    "Mask",
+    "Problem",
+    "Refusal",
+    "Rejection",
+    "UnavailableError",
+    "device_arch",
+]
 
 # SDPA's own kernels serve head dims up to 256; above 1024 nothing here does.
 MIN_HEAD_DIM = 257
@@ -36,6 +46,10 @@ class Refusal:
     reason: str
 
 
+class UnavailableError(RuntimeError):
+    """A backend that took a call finds that it cannot run it (its compiler failed, say); nothing was launched."""
+
+
 class Rejection(NamedTuple):
     """The contract does not allow the call: the exception that says so."""
 
@@ -45,7 +59,10 @@ class Rejection(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """The static description of one call with [B, H, N, D] tensors; sizes may be `torch.SymInt` while tracing."""
+    """The static description of one call with [B, H, N, D] tensors; sizes may be `torch.SymInt` while tracing.
+
+    `mask_copies`: the mask cannot be seen as [B, Hq, Nq, Nkv] without O(N^2) memory.
+    """
 
     batch: int
     heads_q: int
@@ -64,6 +81,7 @@ class Problem:
     needs_grad: bool
     mask_needs_grad: bool
     wants_lse: bool = False
+    mask_copies: bool = False
 
     @classmethod
     def from_tensors(
@@ -103,6 +121,16 @@ class Problem:
         return product * 0.5 if self.is_causal else product
 
 
+class Mask(NamedTuple):
+    """What a decision may depend on in `attn_mask`; `copies` is `Problem.mask_copies`."""
+
+    shape: Sequence[int]
+    dtype: torch.dtype
+    device: torch.device
+    needs_grad: bool
+    copies: bool
+
+
 class Call(NamedTuple):
     """Everything about a call that a decision may depend on, hashable when the sizes are plain ints.
 
@@ -119,12 +147,11 @@ class Call(NamedTuple):
     key_device: torch.device
     value_device: torch.device
     arch: str
-    has_mask: bool
+    mask: Mask | None
     dropout_p: float
     is_causal: bool
     enable_gqa: bool
     needs_grad: bool
-    mask_needs_grad: bool
     wants_lse: bool = False
 
 
@@ -162,7 +189,7 @@ def describe(call: Call) -> Problem | Rejection:
     wrong = _wrong_heads(heads_q, heads_kv, heads_v, call.enable_gqa) or _wrong_batch(call)
     if wrong is not None:
         return wrong
-    if call.is_causal and call.has_mask:
+    if call.is_causal and call.mask is not None:
         return Rejection(
             ValueError,
             "attn_mask and is_causal=True were both given; pass one of them, with the causal part inside attn_mask",
@@ -175,6 +202,10 @@ def describe(call: Call) -> Problem | Rejection:
         )
     if not 0.0 <= call.dropout_p <= 1.0:
         return Rejection(ValueError, f"dropout_p={call.dropout_p} is not a probability; pass a number from 0 to 1")
+    if call.mask is not None:
+        wrong = _wrong_mask(call, call.mask)
+        if wrong is not None:
+            return wrong
     batch = 1
     for size in batch_shape(call.query_shape, call.key_shape, call.value_shape):
         batch = batch * size
@@ -191,11 +222,12 @@ def describe(call: Call) -> Problem | Rejection:
         device_index=call.query_device.index,
         arch=call.arch,
         is_causal=call.is_causal,
-        has_mask=call.has_mask,
+        has_mask=call.mask is not None,
         dropout_p=call.dropout_p,
         needs_grad=call.needs_grad,
-        mask_needs_grad=call.mask_needs_grad,
+        mask_needs_grad=call.mask is not None and call.mask.needs_grad,
         wants_lse=call.wants_lse,
+        mask_copies=call.mask is not None and call.mask.copies,
     )
 
 
@@ -284,6 +316,38 @@ def _wrong_batch(call: Call) -> Rejection | None:
                     f"{list(call.value_shape)}; their batch dimensions must be equal or 1",
                 )
     return None
+
+
+def _wrong_mask(call: Call, mask: Mask) -> Rejection | None:
+    if mask.dtype not in (torch.bool, call.query_dtype, torch.float32):
+        return Rejection(
+            TypeError,
+            f"attn_mask has dtype {mask.dtype}; it must be torch.bool (True: the key is seen), or "
+            f"{call.query_dtype} like the query or torch.float32 (added to the scores)",
+        )
+    if mask.device != call.query_device:
+        return Rejection(
+            ValueError,
+            f"attn_mask is on {mask.device} and the query on {call.query_device}; move them to one device",
+        )
+    _, heads_q, len_q, _ = canonical_shape(call.query_shape)
+    scores: list[int] = [*batch_shape(call.query_shape, call.key_shape, call.value_shape), heads_q, len_q]
+    scores.append(call.key_shape[-2])
+    rank = max(len(call.query_shape), len(call.key_shape), len(call.value_shape))
+    scores = scores[-rank:]  # two dims have no heads
+    shape = mask.shape
+    fits = 2 <= len(shape) <= rank
+    if fits:
+        for axis in range(-len(shape), 0):
+            fits = fits and (shape[axis] == 1 or shape[axis] == scores[axis])
+    if fits:
+        return None
+    return Rejection(
+        ValueError,
+        f"attn_mask has shape {list(shape)} and the scores {scores} (from query {list(call.query_shape)} and key "
+        f"{list(call.key_shape)}); the mask must broadcast to the scores: at least 2 dimensions and no more than they "
+        "have, each, counted from the last, equal or 1",
+    )
 
 
 def device_arch(device_type: str, device_index: int | None) -> str:

@@ -17,11 +17,17 @@ import torch
 from ffpa_jit import settings
 from ffpa_jit.problem import Problem, Refusal
 
-__all__ = ["Implementation", "get", "missing", "on_change", "replaced"]
+__all__ = ["Implementation", "changed", "get", "missing", "on_change", "replaced"]
 
 
 class Implementation(Protocol):
-    """The verbs of a backend; tensors are [B, H, N, D] of one dtype on one device."""
+    """The verbs of a backend; tensors are [B, H, N, D] of one dtype on one device.
+
+    `options` is the Backend object with the caller's options. `attn_mask` is a [B, Hq, Nq, Nkv] view on that device,
+    with stride 0 where it broadcasts: bool (True: the key is seen), the inputs' dtype, or fp32 (both added to the
+    scaled scores). `rng`, given when `dropout_p` > 0: two int64 words on that device which, with an element's index,
+    determine whether it is dropped; forward and backward of one call get the same.
+    """
 
     name: str
 
@@ -30,7 +36,17 @@ class Implementation(Protocol):
         ...
 
     def forward(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, scale: float, is_causal: bool
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scale: float,
+        is_causal: bool,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        rng: torch.Tensor | None = None,
+        options: Any = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(out with the memory layout of `torch.empty_like(query)`, lse: fp32 natural log [B, Hq, Nq])."""
         ...
@@ -48,8 +64,15 @@ class Implementation(Protocol):
         scale: float,
         is_causal: bool,
         needs: tuple[bool, bool, bool],
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        rng: torch.Tensor | None = None,
+        options: Any = None,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-        """The gradients of query, key and value that `needs` asks for, laid out as `torch.empty_like` of each."""
+        """The gradients of query, key and value that `needs` asks for, laid out as `torch.empty_like` of each.
+
+        That of `attn_mask` is no backend's work: SDPA, run again, computes it.
+        """
         ...
 
     def warm(self, problem: Problem) -> None:
@@ -66,7 +89,7 @@ class _NotBuilt:
 
     def __init__(self, name: str, title: str) -> None:
         self.name = name
-        self._reason = f"the {title} backend has no kernels in this release; use 'triton'"
+        self._reason = f"the {title} backend has no kernels in this release; use 'triton' or 'cuda'"
 
     def refusals(self, problem: Problem, options: Any, *, direction: str) -> list[Refusal]:
         return [Refusal("not-built", self._reason)]
@@ -85,12 +108,12 @@ class _NotBuilt:
 
 
 # name -> (module that holds the object as BACKEND, distributions' top-level modules it needs and how to get them)
-_MODULES = {"triton": ("ffpa_jit.triton.backend", (("triton", "pip install triton"),))}
-
-_loaded: dict[str, Implementation] = {
-    "cuda": cast(Implementation, _NotBuilt("cuda", "CUDA")),
-    "cutedsl": cast(Implementation, _NotBuilt("cutedsl", "CuTe-DSL")),
+_MODULES: dict[str, tuple[str, tuple[tuple[str, str], ...]]] = {
+    "triton": ("ffpa_jit.triton.backend", (("triton", "pip install triton"),)),
+    "cuda": ("ffpa_jit.cuda.backend", ()),
 }
+
+_loaded: dict[str, Implementation] = {"cutedsl": cast(Implementation, _NotBuilt("cutedsl", "CuTe-DSL"))}
 _listeners: list[Callable[[], None]] = []
 
 
@@ -111,7 +134,7 @@ def missing(name: str) -> Refusal | None:
         for package, remedy in packages:
             if not _present(package):
                 return Refusal("not-installed", f"{package} is not installed: {remedy}")
-        if settings.interpreter() and not _present("numpy"):
+        if name == "triton" and settings.interpreter() and not _present("numpy"):
             return Refusal(
                 "not-installed", "numpy is not installed, and Triton's interpreter needs it: pip install numpy"
             )
@@ -131,8 +154,14 @@ def get(name: str) -> Implementation:
 
 
 def on_change(listener: Callable[[], None]) -> None:
-    """Call `listener` whenever an implementation is replaced, so that decisions made with the old one can go."""
+    """Call `listener` whenever `changed` is called, so that decisions made before can go."""
     _listeners.append(listener)
+
+
+def changed() -> None:
+    """Say that a backend may refuse other calls than before: it was replaced, or found what it had missed."""
+    for listener in _listeners:
+        listener()
 
 
 @contextlib.contextmanager
@@ -140,8 +169,7 @@ def replaced(name: str, implementation: Implementation) -> Iterator[None]:
     """Inside the block, `implementation` answers to `name`. For tests and for trying a backend of one's own."""
     before = _loaded.get(name)
     _loaded[name] = implementation
-    for listener in _listeners:
-        listener()
+    changed()
     try:
         yield
     finally:
@@ -149,8 +177,7 @@ def replaced(name: str, implementation: Implementation) -> Iterator[None]:
             del _loaded[name]
         else:
             _loaded[name] = before
-        for listener in _listeners:
-            listener()
+        changed()
 
 
 # A constant under torch.compile: what torch.compiler.assume_constant_result sets, without importing the compiler.

@@ -12,6 +12,7 @@ from typing import cast
 import torch
 
 from ffpa_jit import settings
+from ffpa_jit.masks import compact
 from ffpa_jit.problem import Problem
 
 __all__ = ["backward", "estimate", "fallback", "native"]
@@ -36,6 +37,8 @@ def fallback(
     front that make the problem square (they cost time, O(Nkv * D) memory, and are cut off again). With no keys at all
     the output is zeros, connected to autograd.
 
+    An fp32 mask with half-precision inputs is cast to theirs, because SDPA's fused kernels take no other.
+
     Any rank >= 2 that SDPA takes. With more queries than keys the call is passed on (rows without a key have no SDPA
     meaning); `ffpa_attn_func` rejects it before.
     """
@@ -43,6 +46,8 @@ def fallback(
         len_q, len_kv = query.shape[-2], key.shape[-2]
         if len_kv == 0:
             return _no_keys(query, key, value, enable_gqa)
+        if attn_mask is not None and attn_mask.dtype != query.dtype and attn_mask.dtype == torch.float32:
+            attn_mask = compact(attn_mask).to(query.dtype)
         if is_causal and attn_mask is None and len_q < len_kv:
             if len_q == 1:
                 is_causal = False  # the only query is aligned to the last key and sees all of them
@@ -75,30 +80,34 @@ def backward(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
     *,
     scale: float,
     is_causal: bool,
-    needs: tuple[bool, bool, bool],
-) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """Gradients of the fallback at (query, key, value), by running it again; None for those not in `needs`.
+    needs: tuple[bool, bool, bool, bool],
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """Gradients of the fallback at (query, key, value, attn_mask), by running it again; None for those not in `needs`.
 
     Differentiable itself where SDPA is: with grad mode on (`create_graph=True`) the result stays connected to the
         inputs.
     """
     connected = torch.is_grad_enabled()
+    given = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
     with torch.enable_grad():
         # Distinct tensors even if key is value: each must get its own share of the gradient, not the sum.
         inputs = [
             tensor.view_as(tensor) if connected else tensor.detach().requires_grad_(need)
-            for tensor, need in zip((query, key, value), needs, strict=True)
+            for tensor, need in zip(given, needs, strict=False)
         ]
-        query, key, value = inputs
         enable_gqa = bool(query.shape[-3] != key.shape[-3])  # bool() also of a symbolic comparison
-        out = fallback(query, key, value, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
-        wanted = [tensor for tensor, need in zip(inputs, needs, strict=True) if need]
-        grads = iter(torch.autograd.grad(out, wanted, grad_out, create_graph=connected))
-    dq, dk, dv = (next(grads) if need else None for need in needs)
-    return dq, dk, dv
+        query, key, value = inputs[:3]
+        mask = inputs[3] if attn_mask is not None else None
+        out = fallback(query, key, value, mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
+        wanted = [tensor for tensor, need in zip(inputs, needs, strict=False) if need]
+        # Without keys the mask takes no part, and its gradient is as empty as it is.
+        grads = iter(torch.autograd.grad(out, wanted, grad_out, create_graph=connected, materialize_grads=True))
+    dq, dk, dv, dmask = (next(grads) if need else None for need in needs)
+    return dq, dk, dv, dmask
 
 
 def _no_keys(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: bool) -> torch.Tensor:

@@ -67,8 +67,14 @@ def attention(
     grad_out: Tensor | None = None,
     grad_lse: Tensor | None = None,
     rounding: torch.dtype | None = None,
+    attn_mask: Tensor | None = None,
+    kept: Tensor | None = None,
 ) -> Attention:
-    """Evaluate attention, and the gradients when ``grad_out`` is given, chunked over heads and rows."""
+    """Evaluate attention, and the gradients when ``grad_out`` is given, chunked over heads and rows.
+
+    ``attn_mask``: bool or additive, broadcastable to [B, Hq, Nq, Nkv]. ``kept``: what dropout multiplies the
+    probabilities with, of that shape. Neither goes with gradients here.
+    """
     batch, heads_q, len_q, head_dim = query.shape
     heads_kv, len_kv, head_dim_v = key.shape[1], key.shape[2], value.shape[3]
     group = heads_q // max(heads_kv, 1)
@@ -83,6 +89,13 @@ def attention(
 
     q, k, v = split(query, group), split(key, 1), split(value, 1)
     do = None if grad_out is None else split(grad_out, group)
+
+    def scores_like(x: Tensor) -> Tensor:
+        return x.expand(batch, heads_q, len_q, len_kv).reshape(batch * heads_kv, group, len_q, len_kv)
+
+    assert do is None or (attn_mask is None and kept is None)
+    mask = None if attn_mask is None else scores_like(attn_mask)
+    factor = None if kept is None else scores_like(kept)
     dlse = None if grad_lse is None else split(grad_lse, group)
     flat = batch * heads_kv
     new = {"dtype": torch.float64, "device": query.device}
@@ -108,12 +121,20 @@ def attention(
             if is_causal:
                 rows = torch.arange(r.start, r.stop, device=q.device)
                 s.masked_fill_(~visible(rows, len_q, len_kv), -math.inf)
-            result.largest_score = max(result.largest_score, s.abs().nan_to_num(posinf=0.0).amax().item())
+            finite = s.abs().masked_fill(s.abs() > 1e30, 0.0)  # not what a mask's "minimum" made of them
+            result.largest_score = max(result.largest_score, finite.amax().item())
+            if mask is not None and mask.dtype == torch.bool:
+                s.masked_fill_(~mask[h, :, r], -math.inf)
+            elif mask is not None:
+                s += mask[h, :, r].double()
+                if rounding is not None:
+                    s = s.float().double()
             top = s.amax(-1, keepdim=True).clamp_min(-1e300)
             e = torch.exp(s - top)
             total = e.sum(-1, keepdim=True)
             safe = torch.where(total == 0, 1.0, total)
-            o = rounded(rounded(e) @ v[h] / safe)
+            dropped = e if factor is None else e * factor[h, :, r]
+            o = rounded(rounded(dropped) @ v[h] / safe)
             out[h, :, r] = o
             lse[h, :, r] = (top + torch.log(total)).squeeze(-1)
             if do is None:
@@ -214,10 +235,12 @@ def check(
     grad_lse: Tensor | None = None,
     is_causal: bool = False,
     scale: float | None = None,
+    attn_mask: Tensor | None = None,
+    kept: Tensor | None = None,
 ) -> None:
     """Hold whatever results are given to the oracle's bound."""
     wanted = any(g is not None for g in grads)
-    arguments = {"is_causal": is_causal, "scale": scale}
+    arguments = {"is_causal": is_causal, "scale": scale, "attn_mask": attn_mask, "kept": kept}
     if wanted:
         arguments.update(grad_out=grad_out, grad_lse=grad_lse)
     exact = attention(query, key, value, **arguments)

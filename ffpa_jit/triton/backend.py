@@ -42,6 +42,20 @@ class TritonKernels:
         def refuse(code: str, reason: str) -> None:
             found.append(Refusal(code, reason))
 
+        if problem.has_mask:
+            refuse(
+                "mask", "attn_mask was given; the Triton kernels have no masks but is_causal=True, the CUDA backend has"
+            )
+        if problem.dropout_p > 0:
+            refuse(
+                "dropout", f"dropout_p is {problem.dropout_p}; the Triton kernels have no dropout, the CUDA backend has"
+            )
+        if problem.device_type != "cuda" and problem.arch != "interpreter":
+            refuse(
+                "device",
+                f"the tensors are on a {problem.device_type} device; the kernels run on CUDA and ROCm devices (or set "
+                "TRITON_INTERPRET=1 before Triton is imported to run them slowly on the CPU, in fp16)",
+            )
         if family(problem.arch) is None and problem.device_type == "cuda":
             refuse("arch", f"{problem.arch} has no kernel configuration; supported are {_served()}")
         if problem.arch == "interpreter" and problem.dtype == torch.bfloat16:
@@ -61,9 +75,12 @@ class TritonKernels:
         return found
 
     def forward(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, scale: float, is_causal: bool
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, scale: float, is_causal: bool,
+        attn_mask: torch.Tensor | None = None, dropout_p: float = 0.0, rng: torch.Tensor | None = None,
+        options: TritonBackend | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         """Output in the query's layout and LSE [B, Hq, Nq] (float32, natural logarithm)."""
+        _no_mask_or_dropout(attn_mask, dropout_p)
         from . import dense
 
         arch = device_arch(query.device.type, query.device.index)
@@ -73,9 +90,11 @@ class TritonKernels:
     def backward(
         self, grad_out: torch.Tensor, grad_lse: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor,
         value: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, *, scale: float, is_causal: bool,
-        needs: tuple[bool, bool, bool],
+        needs: tuple[bool, bool, bool], attn_mask: torch.Tensor | None = None, dropout_p: float = 0.0,
+        rng: torch.Tensor | None = None, options: TritonBackend | None = None,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
         """(dQ, dK, dV), None where not needed; ``out`` and ``lse`` may come from any forward of the same call."""
+        _no_mask_or_dropout(attn_mask, dropout_p)
         from . import dense
 
         arch = device_arch(query.device.type, query.device.index)
@@ -105,6 +124,12 @@ class TritonKernels:
                 torch.randn_like(out), None, q, k, v, out, lse,
                 scale=problem.head_dim**-0.5, is_causal=problem.is_causal, needs=(True, True, True),
             )  # fmt: skip
+
+
+def _no_mask_or_dropout(attn_mask: torch.Tensor | None, dropout_p: float) -> None:
+    """For who calls the operators directly: a mask that is not applied would go unnoticed."""
+    if attn_mask is not None or dropout_p > 0:
+        raise NotImplementedError("the Triton kernels have neither attn_mask nor dropout; use the CUDA backend")
 
 
 def _on(device: torch.device) -> torch.cuda.device:

@@ -9,13 +9,20 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from ffpa_jit import explain, ffpa_attn_func
+from ffpa_jit import explain, ffpa_attn_func, registry
 from tests import oracle
 from tests.cpu.conftest import ROOT, run_python
+from tests.cpu.fakes import Refusing
 from tests.shapes import Shape, leaves, make
 
 SDPA = F.scaled_dot_product_attention
 HALF = torch.float16
+
+
+@pytest.fixture(autouse=True)
+def _no_cuda_here():
+    with registry.replaced("cuda", Refusing()):
+        yield
 
 
 def close(a: torch.Tensor, b: torch.Tensor) -> None:
@@ -92,6 +99,8 @@ def installed_calls():
     yield "fp64", (q.double(), k.double(), v.double()), {}
     yield "mask", tuple(h), {"attn_mask": torch.rand(5, 9) > 0.2}
     yield "additive mask", tuple(h), {"attn_mask": torch.randn(2, 5, 9).half()}
+    yield "fp32 mask", tuple(h), {"attn_mask": torch.randn(2, 5, 9)}
+    yield "mask and causal", tuple(h), {"attn_mask": torch.rand(5, 9) > 0.2, "is_causal": True}
     yield "another head dim of value", (h[0], h[1], h[2][..., :40]), {}
     yield "three dimensions", tuple(x[0] for x in h), {}
     yield "odd head dim", tuple(x[..., :261] for x in h), {}

@@ -18,9 +18,11 @@ from ffpa_jit import (
     dispatch,
     explain,
     ffpa_attn_func,
+    registry,
 )
 from ffpa_jit.backends import resolve
 from tests.cpu.conftest import run_python
+from tests.cpu.fakes import FakeCUDA, Refusing
 from tests.shapes import Shape, leaves, make
 
 HALF = torch.float16
@@ -29,6 +31,12 @@ HALF = torch.float16
 @pytest.fixture(autouse=True)
 def _nothing_warned_yet(monkeypatch):
     monkeypatch.setattr(dispatch, "_warned", set())
+
+
+@pytest.fixture(autouse=True)
+def _no_cuda_here():
+    with registry.replaced("cuda", Refusing()):
+        yield
 
 
 def inputs(head_dim: int = 264, dtype: torch.dtype = HALF, **kwargs):
@@ -80,6 +88,7 @@ def test_one_given_side_negates_the_other(given, sides):
         lambda: CuTeDSLBackend(grad_kv_storage_dtype="int8"),
         lambda: CUDABackend(acc="bf16"),
         lambda: CUDABackend(stages=0),
+        lambda: CUDABackend(stages=5),
         lambda: CUDABackend(backward=True),
         lambda: TritonBackend(forward=False, backward=False),
         lambda: Backend("mkl"),
@@ -119,6 +128,8 @@ def test_backend_fills_both_sides_and_explicit_sides_win():
     assert resolve(None, "triton", None) == (triton, None)
     assert resolve(Backend("triton"), None, None) == (triton, triton)
     assert resolve(TritonBackend(forward=True), None, None) == (TritonBackend(forward=True), None)
+    assert resolve("cuda", None, None) == (CUDABackend(), None)
+    assert resolve(CUDABackend(stages=2), None, "sdpa") == (CUDABackend(stages=2), sdpa)
 
 
 @pytest.mark.parametrize(
@@ -147,13 +158,13 @@ def test_a_bad_backend_name_is_an_error_below_head_dim_257_too():
 
 
 @pytest.mark.parametrize("name", ["cuda", "cutedsl"])
-def test_backends_without_kernels_refuse_with_the_reason(name):
+def test_backends_that_cannot_run_refuse_with_the_reason(name):
     with pytest.raises(NotImplementedError, match=name):
         ffpa_attn_func(*inputs(), forward_backend=name)
 
 
 @pytest.mark.parametrize("backend", [CUDABackend(), CuTeDSLBackend(), "cuda", "cutedsl"])
-def test_backends_without_kernels_refuse_as_backend_too(backend):
+def test_backends_that_cannot_run_refuse_as_backend_too(backend):
     with pytest.raises(NotImplementedError):
         ffpa_attn_func(*inputs(), backend=backend)
 
@@ -246,6 +257,18 @@ except NotImplementedError as error:
 """
     said = run_python(code)
     assert said.count("TRITON_INTERPRET") >= 2
+
+
+def test_cuda_is_tried_where_triton_refuses_and_is_not_where_it_does_not():
+    q, k, v = inputs()
+    cuda = FakeCUDA()
+    with registry.replaced("cuda", cuda):
+        ffpa_attn_func(q, k, v)
+        assert not cuda.calls
+        ffpa_attn_func(q, k, v, dropout_p=0.25)
+        assert len(cuda.calls) == 1
+        assert explain(q, k, v, dropout_p=0.25).forward == "cuda"
+        assert explain(q, k, v).reasons["cuda"] == ["it could run this call; triton was chosen"]
 
 
 # explain.

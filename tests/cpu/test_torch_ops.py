@@ -9,8 +9,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 import ffpa_jit
-from ffpa_jit import ffpa_attn_func
+from ffpa_jit import ffpa_attn_func, registry
 from tests import oracle
+from tests.cpu.fakes import Refusing
 from tests.shapes import Shape, leaves, make, tensor
 
 pytest.importorskip("triton")
@@ -20,29 +21,34 @@ SHAPE = Shape(1, 2, 1, 17, 33, 264, True)
 ORIGINAL = F.scaled_dot_product_attention
 
 
+PLAIN = (None, None, 0.05, True, 0.0)
+"""Arguments of the forward operator between the tensors and the backends: no mask and no dropout."""
+
+
 @pytest.fixture(autouse=True)
 def _fresh_compiler():
     torch.compiler.reset()
-    yield
+    with registry.replaced("cuda", Refusing()):
+        yield
     torch.compiler.reset()
 
 
 def test_the_forward_operator_passes_opcheck():
     q, k, v, _ = make(SHAPE, HALF)
-    arguments = (*leaves(q, k, v), 0.05, True, "triton", "triton")
+    arguments = (*leaves(q, k, v), *PLAIN, "triton", "triton")
     torch.library.opcheck(torch.ops.ffpa_jit.flash_attn, arguments)
 
 
-@pytest.mark.parametrize("needs", [[True, True, True], [True, False, False], [False, True, True]])
+@pytest.mark.parametrize("needs", [[True, True, True, False], [True, False, False, False], [False, True, True, False]])
 def test_the_backward_operator_passes_opcheck(needs):
     q, k, v, do = make(SHAPE, HALF)
-    out, lse = torch.ops.ffpa_jit.flash_attn(q, k, v, 0.05, True, "triton", "triton")
-    arguments = (do, torch.randn_like(lse), q, k, v, out, lse, 0.05, True, needs, "triton")
+    out, lse = torch.ops.ffpa_jit.flash_attn(q, k, v, *PLAIN, "triton", "triton")
+    arguments = (do, torch.randn_like(lse), q, k, v, None, None, out, lse, 0.05, True, 0.0, needs, "triton")
     torch.library.opcheck(
         torch.ops.ffpa_jit.flash_attn_backward, arguments, test_utils=("test_schema", "test_faketensor")
     )
     grads = torch.ops.ffpa_jit.flash_attn_backward(*arguments)
-    for grad, x, need in zip(grads, (q, k, v), needs, strict=True):
+    for grad, x, need in zip(grads, (q, k, v, None), needs, strict=True):
         assert grad.shape == (x.shape if need else (0,))
 
 
@@ -51,10 +57,10 @@ def test_fake_and_real_results_have_the_same_strides(layout):
     from torch._subclasses import FakeTensorMode
 
     q, k, v, _ = make(SHAPE, HALF, layout=layout)
-    real = torch.ops.ffpa_jit.flash_attn(q, k, v, 0.05, True, "triton", "triton")
+    real = torch.ops.ffpa_jit.flash_attn(q, k, v, *PLAIN, "triton", "triton")
     with FakeTensorMode() as mode:
         fakes = [mode.from_tensor(x) for x in (q, k, v)]
-        fake = torch.ops.ffpa_jit.flash_attn(*fakes, 0.05, True, "triton", "triton")
+        fake = torch.ops.ffpa_jit.flash_attn(*fakes, *PLAIN, "triton", "triton")
     for a, b in zip(real, fake, strict=True):
         assert (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
 

@@ -1,0 +1,118 @@
+"""The command line: `ffpa-jit warm | info | explain | cache`, also `python -m ffpa_jit`.
+
+Results go to standard output, progress and errors to standard error; `--json` prints what a program would read. The
+exit code is 0 if all is well, 1 if something failed or is wrong, 2 if the command was wrong.
+"""
+
+from __future__ import annotations
+
+import re
+
+import click
+
+import ffpa_jit
+from ffpa_jit import info as report
+from ffpa_jit.backends import NAMES
+from ffpa_jit.cli_cache import cache
+from ffpa_jit.console import as_json, listed, print_json, table
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(ffpa_jit.__version__, prog_name="ffpa-jit")
+def main() -> None:
+    """Attention for head dims 257 to 1024: compile its kernels, look after them, see what runs."""
+
+
+main.add_command(cache)
+
+
+@main.command()
+@click.option("--headdim", required=True, callback=listed(int, "head dims"), help="257 to 1024, as in 512,320.")
+@click.option("--dtype", default="bf16", show_default=True, callback=listed(str, "dtypes"), help="bf16,fp16")
+@click.option("--acc", default="f32", show_default=True, callback=listed(str, "accumulators"),
+              help="CUDA: f32,f16 (f16 with fp16 only).")  # fmt: skip
+@click.option("--stages", callback=listed(int, "numbers"), help="CUDA: 1 to 4; default: the one calls use.")
+@click.option("--arch", callback=listed(str, "architectures"), help="As in sm_89,sm_90; default: the GPUs here.")
+@click.option("--backend", default="cuda,triton", show_default=True, callback=listed(str, "backends"))
+@click.option("--jobs", type=click.IntRange(min=1), help="How many at a time; default: as cores and memory allow.")
+@click.option("--dry-run", is_flag=True, help="Compile nothing; tell what is there.")
+@as_json
+def warm(
+    headdim: list[int], dtype: list[str], acc: list[str], stages: list[int] | None, arch: list[str] | None,
+    backend: list[str], jobs: int | None, dry_run: bool, json_: bool,
+) -> None:  # fmt: skip
+    """Compile kernels before their first call; with --arch on a machine without a GPU."""
+    from ffpa_jit.warm import Result
+    from ffpa_jit.warm import warm as compile_all
+
+    def progress(result: Result, done: int, total: int) -> None:
+        click.echo(f"[{done}/{total}] {result.backend} {result.name}: {result.how}"
+                   + (f" in {result.seconds:.1f} s" if result.how == "built" else ""), err=True)  # fmt: skip
+
+    try:
+        results = compile_all(headdim, dtype, acc, stages, arch, backend, jobs, dry_run, progress)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
+    failed = [result for result in results if result.failed]
+    if json_:
+        print_json([{**vars(result)} for result in results])
+    else:
+        head = ("backend", "kernel", "result", "seconds")
+        table([head, *((r.backend, r.name, r.how, f"{r.seconds:.1f}" if r.how == "built" else "") for r in results)])
+        for message in dict.fromkeys(result.message for result in results if result.message and not result.failed):
+            click.echo(f"note: {message}", err=True)
+    for result in failed:
+        click.echo(f"failed: {result.backend} {result.name}: {result.message}", err=True)
+    raise SystemExit(1 if failed else 0)
+
+
+@main.command()
+@as_json
+def info(json_: bool) -> None:
+    """Tell versions, devices, toolchain, cache, backends and environment; the text to put into a bug report."""
+    found = report.collect()
+    if json_:
+        print_json(found)
+    else:
+        click.echo("\n".join(report.lines(found)))
+
+
+@main.command()
+@click.option("--headdim", type=click.IntRange(min=1), required=True)
+@click.option("--heads", type=click.IntRange(min=1), default=32, show_default=True)
+@click.option("--kv-heads", type=click.IntRange(min=1), help="Default: as --heads.")
+@click.option("--batch", type=click.IntRange(min=0), default=1, show_default=True)
+@click.option("--len-q", type=click.IntRange(min=0), default=4096, show_default=True)
+@click.option("--len-kv", type=click.IntRange(min=0), help="Default: as --len-q.")
+@click.option("--dtype", type=click.Choice(["bf16", "fp16", "fp32"]), default="bf16", show_default=True)
+@click.option("--causal", is_flag=True)
+@click.option("--mask", is_flag=True, help="A bool mask [len-q, len-kv].")
+@click.option("--dropout", type=float, default=0.0)
+@click.option("--grad", is_flag=True, help="The inputs require gradients.")
+@click.option("--arch", help="As on this architecture, such as sm_90; default: the GPU here, else the CPU.")
+@click.option("--backend", type=click.Choice(NAMES), help="As with this backend=.")
+@as_json
+def explain(
+    headdim: int, heads: int, kv_heads: int | None, batch: int, len_q: int, len_kv: int | None, dtype: str,
+    causal: bool, mask: bool, dropout: float, grad: bool, arch: str | None, backend: str | None, json_: bool,
+) -> None:  # fmt: skip
+    """Tell which backend would run a call, and why not the others. Exit code 1 if the call would raise."""
+    from ffpa_jit.warm import local_archs
+
+    if arch is None:
+        try:
+            arch = local_archs()[0]
+        except ValueError:
+            click.echo("there is no GPU here, so this is of a call on the CPU; --arch sm_90 is one on a GPU", err=True)
+    elif re.fullmatch(r"sm_\d+|gfx\w+", arch) is None:
+        raise click.BadParameter(f"{arch!r} is no architecture such as sm_90 or gfx942", param_hint="--arch")
+    found = report.explain_on(
+        arch, head_dim=headdim, heads=heads, kv_heads=kv_heads or heads, batch=batch, len_q=len_q,
+        len_kv=len_q if len_kv is None else len_kv, dtype=dtype, causal=causal, mask=mask, dropout=dropout, grad=grad,
+        backend=backend,
+    )  # fmt: skip
+    if json_:
+        print_json(found.to_dict())
+    else:
+        click.echo(str(found))
+    raise SystemExit(1 if found.error else 0)

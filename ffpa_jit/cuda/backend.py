@@ -1,0 +1,147 @@
+"""The CUDA backend's verbs (see `registry.Implementation`): a forward, compiled on first use.
+
+Importing this module compiles and loads nothing, and touches no device.
+"""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import torch
+
+from ffpa_jit.backends import CUDABackend
+from ffpa_jit.cuda import kernels
+from ffpa_jit.cuda.driver import CudaError
+from ffpa_jit.cuda.instantiate import ARCHS, HEAD_DIMS, KernelSpec, spec_for
+from ffpa_jit.cuda.load import Kernel
+from ffpa_jit.problem import Problem, Refusal, UnavailableError, device_arch
+from ffpa_jit.toolchain import BuildError, ToolchainError
+
+__all__ = ["BACKEND", "CUDAKernels"]
+
+_DEFAULT = CUDABackend()
+
+
+class CUDAKernels:
+    """Dense attention forward on `mma.sync`, for NVIDIA GPUs from sm_80: masks, dropout, GQA, no workspace."""
+
+    name = "cuda"
+
+    def refusals(self, problem: Problem, options: CUDABackend | None, *, direction: str) -> list[Refusal]:
+        """Why this backend does not run `problem`; what no backend runs, the dispatcher has judged."""
+        if direction == "backward":
+            return [Refusal("no-backward", "the CUDA backend has a forward only; its gradients come from another")]
+        if problem.device_type != "cuda":
+            reason = f"the tensors are on a {problem.device_type} device; the CUDA kernels run on NVIDIA GPUs"
+            return [Refusal("device", reason)]
+        options = options or _DEFAULT
+        found = []
+        if problem.dropout_p >= 1.0:
+            found.append(Refusal("dropout-all", "dropout_p is 1.0, which drops everything; SDPA takes it"))
+        group = problem.heads_q // problem.heads_kv if problem.heads_kv else 1
+        if (
+            problem.len_q * group >= 2**31
+            or problem.batch * problem.heads_kv * (problem.len_q * group // 16 + 1) >= 2**31
+        ):
+            found.append(
+                Refusal("size", "the call has 2**31 rows of scores or more for one key head, or as many blocks")
+            )
+        if problem.arch not in ARCHS:
+            found.append(Refusal("arch", f"{problem.arch} has no CUDA kernel; supported are {', '.join(ARCHS)}"))
+            return found
+        unfit = options.unfit(problem.dtype)
+        if unfit is not None:
+            found.append(Refusal("acc", unfit))
+        else:
+            dtype = str(problem.dtype).removeprefix("torch.")
+            for head_dim in HEAD_DIMS:  # comparisons, so that a symbolic head dim becomes a number
+                if 256 < problem.head_dim <= head_dim and dtype in ("float16", "bfloat16"):
+                    missing = _out_of_reach(problem.arch, head_dim, dtype, options.acc, options.stages)
+                    if missing is not None:
+                        found.append(Refusal("toolchain", missing))
+                    break
+        return found
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scale: float,
+        is_causal: bool,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        rng: torch.Tensor | None = None,
+        options: CUDABackend | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Output in the query's layout and LSE [B, Hq, Nq] (float32, natural logarithm)."""
+        from ffpa_jit.cuda import dense
+
+        options = options or _DEFAULT
+        spec = spec_for(
+            device_arch(query.device.type, query.device.index),
+            query.shape[-1],
+            str(query.dtype).removeprefix("torch."),
+            options.acc,
+            options.stages,
+        )
+        with torch.cuda.device(query.device):
+            return dense.forward(
+                _loaded(spec),
+                spec,
+                query,
+                key,
+                value,
+                scale=scale,
+                is_causal=is_causal,
+                attn_mask=attn_mask,
+                dropout_p=dropout_p,
+                rng=rng,
+            )
+
+    def backward(self, *tensors: torch.Tensor | None, **options: object) -> NoReturn:
+        """There is none."""
+        raise NotImplementedError("the CUDA backend has a forward only; set backward_backend='triton' or 'sdpa'")
+
+    def warm(self, problem: Problem) -> None:
+        """Compile the kernel of `problem`, or find it in the cache, and load it on its device."""
+        spec = spec_for(problem.arch, problem.head_dim, str(problem.dtype).removeprefix("torch."))
+        with torch.cuda.device(problem.device_index):
+            _loaded(spec)
+
+    def estimate(self, problem: Problem) -> float:
+        """About how many microseconds, from an H200: 40 for the launch, then 330 TFLOP/s over whole tiles.
+
+        Gradients come from elsewhere and are not counted.
+        """
+        return max(40.0, problem.product_mflop(64) * 2.0 / 330.0)
+
+
+_unloadable: dict[KernelSpec, str] = {}
+"""What was there and could not be loaded, and why; not tried again in this process."""
+
+
+def _loaded(spec: KernelSpec) -> Kernel:
+    """`kernels.kernel`; UnavailableError where it can be neither built nor loaded."""
+    try:
+        return kernels.kernel(spec)
+    except (BuildError, ToolchainError) as error:  # kernels.py remembers these
+        raise UnavailableError(str(error)) from error
+    except (CudaError, OSError) as error:
+        if isinstance(error, CudaError) and not error.unreadable:
+            raise  # a fault of this GPU or of earlier work on it, which no other path would mend
+        _unloadable[spec] = f"loading {spec.slug} failed: {error}"
+        raise UnavailableError(_unloadable[spec]) from error
+
+
+def _out_of_reach(arch: str, head_dim: int, dtype: str, acc: str, stages: int | None) -> str | None:
+    """Why a kernel can be neither found nor built on this machine; None: it can. A constant under torch.compile."""
+    spec = spec_for(arch, head_dim, dtype, acc, stages)
+    return _unloadable.get(spec) or kernels.available(spec)
+
+
+# What torch.compiler.assume_constant_result sets, without importing the compiler.
+_out_of_reach._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+BACKEND = CUDAKernels()

@@ -1,0 +1,236 @@
+"""nvcc and NVRTC on this machine: which can be used, what was looked for, and errors that say what to do.
+
+What is found is remembered per process and setting; `forget` drops it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import re
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from ffpa_jit import locate, settings
+from ffpa_jit.locate import Missing
+
+__all__ = [
+    "BuildError", "Nvcc", "Nvrtc", "Probe", "ToolchainError", "find_nvcc", "find_nvrtc", "first_error", "forget",
+    "probes",
+]  # fmt: skip
+
+_DEFAULT_HOME = Path("/usr/local/cuda")
+
+
+@dataclass(frozen=True)
+class Probe:
+    """One thing looked for: what was found or why not, and what to do about it ("" where nothing is to be done)."""
+
+    name: str
+    found: bool
+    detail: str
+    remedy: str
+
+
+@dataclass(frozen=True)
+class Nvcc:
+    """A toolkit, host compiler and ninja that together can build a shared library."""
+
+    path: Path  # the nvcc itself, never a wrapper around it
+    home: Path  # what CUDA_HOME should say
+    version: str  # "13.0.88"
+    build: str  # "cuda_13.0.r13.0/compiler.36424714_0"
+    libraries: Path  # the directory of libcudart_static.a
+    host_compiler: Path  # for -ccbin
+    ninja: Path  # the executable; torch looks for it on PATH only
+
+    @property
+    def ident(self) -> str:
+        return f"nvcc {self.version} ({self.build})"
+
+
+@dataclass(frozen=True)
+class Nvrtc:
+    """The runtime compiler. It looks for `builtins` by name only, so that must be loaded first."""
+
+    library: Path
+    builtins: Path
+    version: str  # "13.0.88"
+
+    @property
+    def ident(self) -> str:
+        return f"nvrtc {self.version}"
+
+    def __str__(self) -> str:
+        return f"{self.ident} in {self.library.parent}"
+
+
+class ToolchainError(RuntimeError):
+    """No compiler can be used. Lists all that was looked for, and the remedies.
+
+    `wanted`: the one that was asked for, None for any. `found`: the probes (default: those of now).
+    """
+
+    def __init__(self, wanted: str | None = None, found: Sequence[Probe] | None = None) -> None:
+        self.wanted, self.probes = wanted, tuple(probes() if found is None else found)
+        super().__init__(wanted, self.probes)
+
+    def __str__(self) -> str:
+        needed = "nvcc needs a CUDA toolkit, a host compiler and ninja; NVRTC needs nothing but its own libraries"
+        lines = [f"no CUDA compiler can be used: {needed}. Looked for:"]
+        if self.wanted:
+            lines = [f"{self.wanted}, the only compiler that may be used here, cannot be: {needed}. Looked for:"]
+        for each in self.probes:
+            lines.append(f"  {'found  ' if each.found else 'missing'}  {each.name}: {each.detail}")
+            if each.remedy and not each.found:
+                lines.append(f"           -> {each.remedy}")
+        return "\n".join(lines)
+
+
+class BuildError(RuntimeError):
+    """A compiler failed on `what`: its first error, and `log`, the file with all of it. The cache keeps that file when
+    it removes the directory of the build, and sets the attribute to where."""
+
+    def __init__(self, what: str, log_text: str, log: Path | None = None) -> None:
+        super().__init__(what, log_text, log)
+        self.what, self.log_text, self.log = what, log_text, log
+
+    def __str__(self) -> str:
+        where = f"\nThe whole log: {self.log}" if self.log is not None else ""
+        return f"compiling {self.what} failed: {first_error(self.log_text) or 'there is no output'}{where}"
+
+
+_ERROR = re.compile(
+    r"\b(fatal )?error\s*(#\S+|[A-Z]+\d+)?\s*:"  # gcc, clang, cudafe++, cicc, ptxas, NVRTC, ninja
+    r"|^\s*#\s*error\b|\b(nvcc|ptxas|nvlink|cicc|fatbinary) fatal\b"
+    r"|undefined reference to|cannot find -l|No space left on device|Cannot allocate memory"
+    r"|[Cc]ommand not found|: not found$|No such file or directory|^Killed\b|died due to signal|Killed signal"
+)
+_FOLLOWS = re.compile(
+    r"collect2: |ld returned|error: command .* failed|ninja: build stopped|^FAILED: |Error building ext"
+)
+
+
+def first_error(log_text: str) -> str:
+    """The first line of a log that a compiler, linker or ninja means as an error, or that says what a failure follows
+    from; the last line where there is none, "" for an empty log."""
+    lines = [line.strip() for line in log_text.splitlines() if line.strip()]
+    errors = [line for line in lines if _ERROR.search(line)]
+    causes = [line for line in errors if not _FOLLOWS.search(line)]
+    return (causes or errors or lines[-1:] or [""])[0]
+
+
+def find_nvcc() -> Nvcc | None:
+    """The first toolkit of CUDA_HOME, PATH, /usr/local/cuda and the wheels, with a host compiler and ninja; or None."""
+    return _find_nvcc(_surroundings())
+
+
+def find_nvrtc() -> Nvrtc | None:
+    """NVRTC from the wheels, else from a toolkit, else from where the loader looks; or None."""
+    return _find_nvrtc(_surroundings())
+
+
+def probes() -> list[Probe]:
+    """All places that are looked in, in that order, also behind the first that has what is wanted."""
+    found = []
+    for name, remedy, look in (*_toolkits(), *_host_tools(), *_nvrtcs()):
+        try:
+            found.append(Probe(name, True, str(look()), ""))
+        except Missing as missing:
+            found.append(Probe(name, False, str(missing), remedy))
+    return found
+
+
+def forget() -> None:
+    """Look again at the next use: for a toolchain that was installed while the process runs, and for tests."""
+    for each in (_find_nvcc, _find_nvrtc, locate.version):
+        each.cache_clear()
+
+
+@dataclass(frozen=True)
+class _Toolkit:
+    path: Path
+    home: Path
+    version: str
+    build: str
+    libraries: Path
+
+    def __str__(self) -> str:
+        return f"nvcc {self.version} in {self.home}"
+
+
+def _surroundings() -> tuple[object, ...]:
+    """All that decides what is found, but for the files themselves."""
+    named = settings.cuda_home(), settings.host_compiler()
+    return *named, settings.executables_path(), settings.libraries_path(), locate.torch_cuda_major()
+
+
+@functools.lru_cache(maxsize=8)
+def _find_nvcc(surroundings: tuple[object, ...]) -> Nvcc | None:
+    try:
+        found = _first(_toolkits())
+        return Nvcc(found.path, found.home, found.version, found.build, found.libraries, locate.host_compiler(),
+                    locate.ninja())  # fmt: skip
+    except Missing:
+        return None
+
+
+@functools.lru_cache(maxsize=8)
+def _find_nvrtc(surroundings: tuple[object, ...]) -> Nvrtc | None:
+    try:
+        return _first(_nvrtcs())
+    except Missing:
+        return None
+
+
+T = TypeVar("T")
+_Place = tuple[str, str, Callable[[], T]]  # name, remedy, and what returns the thing that is there or raises Missing
+
+
+def _first(places: Iterator[_Place[T]]) -> T:
+    for _, _, look in places:
+        with contextlib.suppress(Missing):
+            return look()
+    raise Missing
+
+
+def _toolkits() -> Iterator[_Place[_Toolkit]]:
+    home, on_path = settings.cuda_home(), shutil.which("nvcc", path=settings.executables_path())
+    wheel = next((nvcc for each in locate.wheels() if (nvcc := each / "bin" / "nvcc").exists()), None)
+
+    def judge(nvcc: Path | None, none: str = "") -> Callable[[], _Toolkit]:
+        def look() -> _Toolkit:
+            if nvcc is None:
+                raise Missing(none)
+            return _Toolkit(*locate.toolkit(nvcc))
+
+        return look
+
+    yield (
+        "CUDA_HOME", "set it to the directory of a CUDA toolkit, or unset it",
+        judge(home / "bin" / "nvcc" if home else None, "neither CUDA_HOME nor CUDA_PATH is set"),
+    )  # fmt: skip
+    yield "nvcc on PATH", "add a toolkit's bin to PATH", judge(Path(on_path) if on_path else None, "there is none")
+    yield str(_DEFAULT_HOME), "install a CUDA toolkit", judge(_DEFAULT_HOME / "bin" / "nvcc")
+    yield "nvcc from PyPI", "pip install 'ffpa-jit[nvcc]'", judge(wheel, "no package that is installed has one")
+
+
+def _host_tools() -> Iterator[_Place[Path]]:
+    yield "host compiler", "install g++, or set CXX to a C++ compiler", locate.host_compiler
+    yield "ninja", "pip install ninja", locate.ninja
+
+
+def _nvrtcs() -> Iterator[_Place[Nvrtc]]:
+    homes = [each for each in (settings.cuda_home(), _DEFAULT_HOME) if each is not None]
+    toolkits = [place for each in homes for place in locate.within(each, "lib64", "lib")]
+    wheels = [each / "lib" for each in locate.wheels()]
+    loader = [*settings.libraries_path(), *locate.SYSTEM_LIBRARIES]
+    yield (
+        "NVRTC from PyPI", "pip install nvidia-cuda-nvrtc (for CUDA 12: nvidia-cuda-nvrtc-cu12)",
+        lambda: Nvrtc(*locate.nvrtc(wheels)),
+    )  # fmt: skip
+    yield "NVRTC of a toolkit", "set CUDA_HOME to one with libnvrtc.so", lambda: Nvrtc(*locate.nvrtc(toolkits))
+    yield "NVRTC elsewhere", "add its directory to LD_LIBRARY_PATH", lambda: Nvrtc(*locate.nvrtc(loader))

@@ -1,0 +1,763 @@
+"""Compilers, artefacts and launches of the CUDA backend, without a GPU.
+
+The compilers are the real ones, on a small source of the same shape as the kernels' (skipped where one is missing). The
+driver is a stub in C that writes down what it is called with.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import logging
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from ffpa_jit import cache as cache_module
+from ffpa_jit import toolchain
+from ffpa_jit.cuda import build, driver, kernels, load, nvcc, recipe
+from ffpa_jit.cuda.instantiate import KernelSpec, spec_for, tile_of
+from ffpa_jit.toolchain import BuildError, Nvcc, Nvrtc, ToolchainError
+
+SPEC = spec_for("sm_90", 512, "bfloat16")
+SOURCES = {
+    "params.cuh": b"""
+#pragma once
+struct ForwardParams { void* out; float* lse; long long stride[3]; int n; float scale; };
+""",
+    "forward.cu": b"""
+#include "params.cuh"
+extern "C" __global__ void ffpa_forward(const __grid_constant__ ForwardParams p) {
+  extern __shared__ float tile[];
+  tile[threadIdx.x] = p.scale;
+  __syncthreads();
+  static_cast<float*>(p.out)[blockIdx.x * p.n + threadIdx.x] = tile[p.n - threadIdx.x] * FFPA_HEAD_DIM;
+}
+extern "C" __global__ void ffpa_combine(const __grid_constant__ ForwardParams p) { p.lse[threadIdx.x] = p.scale; }
+#ifndef __CUDACC_RTC__
+extern "C" int ffpa_launch(const ForwardParams* p, int which, unsigned x, unsigned y, void* stream) {
+  void* arguments[] = {const_cast<ForwardParams*>(p)};
+  const void* kernel = which ? (const void*)ffpa_combine : (const void*)ffpa_forward;
+  return cudaLaunchKernel(kernel, dim3(x, y), dim3(256), arguments, 0, static_cast<cudaStream_t>(stream));
+}
+extern "C" const char* ffpa_error(int code) { return cudaGetErrorString(static_cast<cudaError_t>(code)); }
+#endif
+""",
+}
+
+
+@pytest.fixture(autouse=True)
+def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Small sources, no setting of the user's, nothing remembered from another test."""
+    for name in ("FFPA_JIT_COMPILER", "FFPA_JIT_CACHE_PATH", "FFPA_JIT_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    use_sources(monkeypatch, SOURCES)
+    kernels.forget()
+    yield
+    kernels.forget()
+    recipe.source_digest.cache_clear()
+
+
+def use_sources(monkeypatch: pytest.MonkeyPatch, sources: dict[str, bytes]) -> None:
+    monkeypatch.setattr(recipe, "texts", lambda: sources)
+    recipe.source_digest.cache_clear()
+
+
+# ---- the compilers ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["nvcc", "nvrtc"])
+def compiler(request: pytest.FixtureRequest) -> build.Compiler:
+    found = build.compiler_here(request.param)
+    if found is None:
+        pytest.skip(f"no {request.param} on this machine")
+    return found
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The small source built by nvcc in a directory whose name needs quoting."""
+    found = build.compiler_here("nvcc")
+    if found is None:
+        pytest.skip("no nvcc on this machine")
+    directory = tmp_path_factory.mktemp("a private directory")
+    with pytest.MonkeyPatch.context() as patch:
+        use_sources(patch, SOURCES)
+        return directory / found.compile(SPEC, directory).artefact
+
+
+def test_a_build_leaves_one_artefact_and_a_log(compiler: build.Compiler, tmp_path: Path) -> None:
+    environment, home = dict(os.environ), _cuda_home()
+    built = compiler.compile(SPEC, tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {built.artefact, "build.log"}
+    assert "-DFFPA_HEAD_DIM=512" in built.meta["flags"]
+    assert compiler.ident in (tmp_path / "build.log").read_text()
+    assert dict(os.environ) == environment
+    assert _cuda_home() == home
+    image = (tmp_path / built.artefact).read_bytes()
+    assert image.startswith(b"\x7fELF")
+    if compiler.kind == "nvrtc":
+        assert int.from_bytes(image[18:20], "little") == 190  # e_machine of a CUDA binary
+        assert b"ffpa_forward" in image
+        assert b"ffpa_combine" in image
+
+
+def _cuda_home() -> object:
+    from torch.utils import cpp_extension
+
+    return cpp_extension.CUDA_HOME
+
+
+def test_the_library_needs_neither_torch_nor_a_toolkit(library: Path) -> None:
+    if shutil.which("readelf") is None:
+        pytest.skip("no readelf")
+    dynamic = subprocess.check_output(["readelf", "-dW", library], text=True)
+    needed = set(re.findall(r"NEEDED.*\[(.*?)\.so", dynamic))
+    assert needed <= {"libc", "libm", "libdl", "librt", "libpthread", "libstdc++", "libgcc_s"} | {
+        name for name in needed if name.startswith("ld-linux")
+    }
+    assert not re.search(r"RPATH|RUNPATH|SONAME", dynamic)
+    symbols = subprocess.check_output(["readelf", "--dyn-syms", "-W", library], text=True)
+    exported = {line.split()[-1] for line in symbols.splitlines() if "GLOBAL DEFAULT" in line and " UND " not in line}
+    assert exported == {"ffpa_launch", "ffpa_error"}
+    image = library.read_bytes()
+    for path in (library.parent, Path.home(), Path(torch.__file__).parent):
+        assert str(path).encode() not in image
+
+
+def test_the_library_opens_without_a_driver(library: Path) -> None:
+    code = "import ctypes, sys; f = ctypes.CDLL(sys.argv[1]).ffpa_error; f.restype = ctypes.c_char_p; print(f(1))"
+    done = subprocess.run([sys.executable, "-c", code, library], capture_output=True, text=True)
+    assert "invalid argument" in done.stdout, done.stderr
+
+
+def test_nvrtc_compiles_with_an_empty_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = build.compiler_here("nvrtc")
+    if found is None:
+        pytest.skip("no NVRTC on this machine")
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr(subprocess, "Popen", _no_program)
+    assert found.compile(SPEC, tmp_path).artefact == "kernel.cubin"
+
+
+def _no_program(*arguments: object, **options: object) -> None:
+    raise AssertionError(f"a program was run: {arguments}")
+
+
+def test_a_failed_build_names_the_first_error(
+    compiler: build.Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = SOURCES["params.cuh"].replace(b"float scale", b"flaot scale")
+    use_sources(monkeypatch, {**SOURCES, "params.cuh": broken})
+    with pytest.raises(BuildError) as caught:
+        compiler.compile(SPEC, tmp_path)
+    first = toolchain.first_error(caught.value.log_text)
+    assert "params.cuh" in first
+    assert "flaot" in first
+    assert "flaot" in (tmp_path / "build.log").read_text()
+    assert "flaot" in str(caught.value)
+
+
+def test_an_architecture_that_the_compiler_lacks_is_a_build_error(compiler: build.Compiler, tmp_path: Path) -> None:
+    # Every supported compiler has sm_80 to sm_90, so the unknown one is made up past the table's check.
+    spec = dataclasses.replace(SPEC, arch="sm_87")
+    object.__setattr__(spec, "arch", "sm_77")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recipe, "_macros", lambda spec: ["-DFFPA_HEAD_DIM=512"])
+        with pytest.raises(BuildError, match="arch"):
+            compiler.compile(spec, tmp_path)
+
+
+def test_one_build_leaves_nothing_behind_for_the_next(compiler: build.Compiler, tmp_path: Path) -> None:
+    """Torch's loader would build a name that it has seen as another, and appends to the lists that it is given."""
+    flags = recipe.LINK_FLAGS
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        assert compiler.compile(SPEC, tmp_path / name).artefact in ("kernel.so", "kernel.cubin")
+    assert flags == recipe.LINK_FLAGS
+
+
+# ---- which compiler --------------------------------------------------------------------------------------------------
+
+NVCC = Nvcc(Path("/x/bin/nvcc"), Path("/x"), "13.0.88", "b1", Path("/x/lib64"), Path("/bin/g++"), Path("/bin/ninja"))
+NVRTC = Nvrtc(Path("/x/libnvrtc.so.13"), Path("/x/libnvrtc-builtins.so.13.0"), "13.0.88")
+
+
+def use_tools(monkeypatch: pytest.MonkeyPatch, nvcc_tools: Nvcc | None, nvrtc_tools: Nvrtc | None) -> None:
+    monkeypatch.setattr(toolchain, "find_nvcc", lambda: nvcc_tools)
+    monkeypatch.setattr(toolchain, "find_nvrtc", lambda: nvrtc_tools)
+    monkeypatch.setattr(toolchain, "probes", list)
+
+
+@pytest.mark.parametrize(
+    ("nvcc_tools", "nvrtc_tools", "setting", "expected"),
+    [
+        (NVCC, NVRTC, None, "nvcc"),
+        (None, NVRTC, None, "nvrtc"),
+        (NVCC, None, None, "nvcc"),
+        (NVCC, NVRTC, "nvrtc", "nvrtc"),
+        (NVCC, NVRTC, "nvcc", "nvcc"),
+        (None, NVRTC, "nvcc", None),
+        (NVCC, None, "nvrtc", None),
+        (None, None, None, None),
+    ],
+)
+def test_nvcc_is_preferred_and_the_setting_decides(
+    nvcc_tools: Nvcc | None, nvrtc_tools: Nvrtc | None, setting: str | None, expected: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    use_tools(monkeypatch, nvcc_tools, nvrtc_tools)
+    if setting:
+        monkeypatch.setenv("FFPA_JIT_COMPILER", setting)
+    if expected is None:
+        with pytest.raises(ToolchainError):
+            build.select_compiler()
+    else:
+        assert build.select_compiler().kind == expected
+
+
+def test_without_setuptools_nvrtc_is_chosen_and_the_error_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_tools(monkeypatch, NVCC, NVRTC)
+    monkeypatch.setattr(nvcc.importlib.util, "find_spec", lambda name: None)
+    assert build.select_compiler().kind == "nvrtc"
+    with pytest.raises(ToolchainError, match="setuptools"):
+        build.select_compiler("nvcc")
+
+
+def test_the_digest_follows_sources_flags_and_tile(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = {build.source_digest(SPEC)}
+
+    def changed() -> None:
+        recipe.source_digest.cache_clear()
+        digest = build.source_digest(SPEC)
+        assert digest not in seen
+        seen.add(digest)
+
+    for name, text in SOURCES.items():
+        use_sources(monkeypatch, {**SOURCES, name: text + b" "})
+        changed()
+    use_sources(monkeypatch, {"other.cuh": SOURCES["params.cuh"], "forward.cu": SOURCES["forward.cu"]})
+    changed()
+    monkeypatch.setattr(recipe, "LINK_FLAGS", (*recipe.LINK_FLAGS, "-g"))
+    changed()
+    for name in ("nvcc_flags", "nvrtc_flags"):
+        before = getattr(recipe, name)
+        monkeypatch.setattr(recipe, name, lambda spec, before=before: [*before(spec), "-x"])
+        changed()
+    monkeypatch.setattr(recipe, "tile_of", lambda spec: SimpleNamespace(threads=1, shared_bytes=2))
+    changed()
+
+
+def test_flags_hold_no_path() -> None:
+    for flag in [*recipe.nvcc_flags(SPEC), *recipe.nvrtc_flags(SPEC), *recipe.LINK_FLAGS]:
+        assert "/" not in flag
+        assert "fast" not in flag
+
+
+# ---- which artefact --------------------------------------------------------------------------------------------------
+
+
+class Compiled:
+    """A compiler of the tests: it writes a file, or fails, and counts."""
+
+    def __init__(self, kind: build.Kind, ident: str, error: BuildError | None = None) -> None:
+        self.kind, self.ident, self.error, self.builds = kind, ident, error, 0
+
+    def flags(self, spec: KernelSpec) -> list[str]:
+        return []
+
+    def compile(self, spec: KernelSpec, directory: Path) -> cache_module.Built:
+        self.builds += 1
+        (directory / "build.log").write_text("")
+        if self.error is not None:
+            raise self.error
+        artefact = "kernel.so" if self.kind == "nvcc" else "kernel.cubin"
+        (directory / artefact).write_bytes(self.ident.encode())
+        return cache_module.Built(artefact, {})
+
+
+class Machine:
+    """A machine with the given compilers, and a cache of its own."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, root: Path) -> None:
+        self._patch = monkeypatch
+        monkeypatch.setenv("FFPA_JIT_CACHE_DIR", str(root))
+        self.nvcc: Compiled | None = None
+        self.nvrtc: Compiled | None = None
+        self.has()
+
+    def has(self, nvcc: str | None = None, nvrtc: str | None = None) -> None:
+        self.nvcc = Compiled("nvcc", f"nvcc {nvcc} (b)") if nvcc else None
+        self.nvrtc = Compiled("nvrtc", f"nvrtc {nvrtc}") if nvrtc else None
+        here: dict[str, Compiled | None] = {"nvcc": self.nvcc, "nvrtc": self.nvrtc}
+        self._patch.setattr(build, "compiler_here", here.__getitem__)
+        self._patch.setattr(kernels, "compiler_here", here.__getitem__)
+        self._patch.setattr(toolchain, "probes", list)
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
+    return Machine(monkeypatch, tmp_path / "cache")
+
+
+BUILT = "built"  # a compiler of this machine builds
+NOTHING = "nothing"  # neither an artefact nor a compiler
+
+
+@pytest.mark.parametrize(
+    ("cached", "nvcc_here", "nvrtc_here", "setting", "expected"),
+    [
+        ("nvcc 13.0", "13.0", None, None, "nvcc 13.0 (b)"),
+        ("nvcc 13.0", "13.1", None, None, BUILT),
+        ("nvcc 13.0", None, None, None, "nvcc 13.0 (b)"),
+        ("nvcc 13.0", None, "13.0", None, "nvcc 13.0 (b)"),
+        ("nvcc 13.0", None, "13.0", "nvrtc", BUILT),
+        ("nvcc 13.0", None, None, "nvcc", "nvcc 13.0 (b)"),
+        ("nvcc 13.0", None, None, "nvrtc", NOTHING),
+        ("nvrtc 13.0", None, "13.0", None, "nvrtc 13.0"),
+        ("nvrtc 13.0", None, "13.1", None, BUILT),
+        ("nvrtc 13.0", None, None, None, "nvrtc 13.0"),
+        ("nvrtc 13.0", "13.0", None, None, "nvrtc 13.0"),
+        ("nvrtc 13.0", "13.0", "13.0", None, "nvrtc 13.0"),
+        ("nvrtc 13.0", "13.0", "13.1", None, BUILT),
+        ("nvrtc 13.0", "13.0", "13.0", "nvcc", BUILT),
+        ("nvrtc 13.0", None, None, "nvcc", NOTHING),
+        (None, "13.0", "13.0", None, BUILT),
+        (None, None, None, None, NOTHING),
+    ],
+)
+def test_which_artefact_serves(
+    cached: str | None, nvcc_here: str | None, nvrtc_here: str | None, setting: str | None, expected: str,
+    machine: Machine, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    if cached:
+        kind, version = cached.split()
+        machine.has(**{kind: version})
+        assert kernels.warm(SPEC)[1] == "built"
+    machine.has(nvcc_here, nvrtc_here)
+    if setting:
+        monkeypatch.setenv("FFPA_JIT_COMPILER", setting)
+    assert (kernels.available(SPEC) is not None) == (expected == NOTHING)
+    if expected == NOTHING:
+        with pytest.raises(ToolchainError):
+            kernels.warm(SPEC)
+        return
+    entry, how, seconds = kernels.warm(SPEC)
+    assert seconds >= 0
+    builds = sum(each.builds for each in (machine.nvcc, machine.nvrtc) if each)
+    if expected == BUILT:
+        assert (how, builds) == ("built", 1)
+        assert kernels.warm(SPEC)[1] == "hit"
+    else:
+        assert (how, builds) == ("hit", 0)
+        assert entry.meta["key"]["compiler"] == expected
+
+
+def test_other_sources_or_another_spec_never_serve(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine.has(nvcc="13.0")
+    kernels.warm(SPEC)
+    machine.has()
+    assert kernels.available(SPEC) is None
+    assert kernels.available(dataclasses.replace(SPEC, stages=3)) is not None
+    use_sources(monkeypatch, {**SOURCES, "forward.cu": b"// other"})
+    reason = kernels.available(SPEC)
+    assert reason is not None
+    assert SPEC.slug in reason
+
+
+def test_a_compiler_can_be_asked_for(machine: Machine) -> None:
+    machine.has("13.0", "13.0")
+    assert kernels.warm(SPEC, "nvrtc")[0].artefact.name == "kernel.cubin"
+    assert kernels.warm(SPEC, "nvcc")[0].artefact.name == "kernel.so"
+
+
+def test_a_failed_build_is_remembered(machine: Machine) -> None:
+    machine.has(nvcc="13.0")
+    assert machine.nvcc is not None
+    machine.nvcc.error = BuildError("d512", 'forward.cu(1): error: identifier "x" is undefined\n')
+    for _ in range(3):
+        with pytest.raises(BuildError, match="undefined"):
+            kernels.warm(SPEC)
+    assert machine.nvcc.builds == 1
+    assert "undefined" in str(kernels.available(SPEC))
+    kernels.forget()
+    machine.nvcc.error = None
+    assert kernels.warm(SPEC)[1] == "built"
+
+
+def test_a_build_is_announced_and_a_long_one_reported(
+    machine: Machine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine.has(nvcc="13.0")
+    clock = iter(range(0, 1000, 7))
+    monkeypatch.setattr(kernels.time, "perf_counter", lambda: float(next(clock)))
+    with caplog.at_level(logging.INFO, "ffpa_jit"):
+        entry, _, _ = kernels.warm(SPEC)
+    messages = [record.getMessage() for record in caplog.records if SPEC.slug in record.getMessage()]
+    assert "compiling it with nvcc 13.0" in messages[0]
+    assert "in 7.0 s" in messages[-1]
+    assert str(entry.path) in messages[-1]
+
+
+class Opened:
+    """Stands for a loaded kernel."""
+
+    def __init__(self, artefact: Path) -> None:
+        self.artefact, self.prepared = artefact, 0
+
+    def prepare(self) -> None:
+        self.prepared += 1
+
+
+def test_a_kernel_is_loaded_once_and_ready(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine.has(nvcc="13.0")
+    opened: list[Opened] = []
+
+    def open_(artefact: Path, *, threads: int, shared_bytes: int) -> Opened:
+        assert (threads, shared_bytes) == (tile_of(SPEC).threads, tile_of(SPEC).shared_bytes)
+        opened.append(Opened(artefact))
+        return opened[-1]
+
+    monkeypatch.setattr(kernels, "load", open_)
+    found: list[object] = []
+    in_threads(8, lambda: found.append(kernels.kernel(SPEC)))
+    assert len(opened) == 1
+    assert found == opened * 8
+    assert opened[0].prepared == 1
+    assert machine.nvcc is not None
+    assert machine.nvcc.builds == 1
+
+
+def in_threads(count: int, work: Callable[[], object]) -> None:
+    barrier = threading.Barrier(count)
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        barrier.wait()
+        try:
+            work()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors, errors
+
+
+UNREADABLE = [
+    OSError("failed to map segment from shared object"),
+    load.CudaError(35, "CUDA runtime error", "driver version is insufficient", "loading"),
+]
+
+
+@pytest.mark.parametrize("error", UNREADABLE)
+def test_an_artefact_that_cannot_be_used_here_is_replaced(
+    error: Exception, machine: Machine, monkeypatch: pytest.MonkeyPatch, warnings_seen: list[str]
+) -> None:
+    machine.has("13.0", "13.0")
+    refuse_libraries(monkeypatch, error)
+    assert kernels.kernel(SPEC).artefact.name == "kernel.cubin"  # type: ignore[attr-defined]
+    assert any(str(error) in message and "nvrtc" in message for message in warnings_seen)
+
+
+@pytest.mark.parametrize(
+    "error", [*UNREADABLE, load.CudaError(2, "CUDA_ERROR_OUT_OF_MEMORY", "out of memory", "loading")]
+)
+def test_it_is_not_replaced_where_that_is_not_wanted_or_no_use(
+    error: Exception, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine.has("13.0", "13.0")
+    refuse_libraries(monkeypatch, error)
+    if error in UNREADABLE:
+        monkeypatch.setenv("FFPA_JIT_COMPILER", "nvcc")
+    with pytest.raises(type(error), match=str(error).split()[0]):
+        kernels.kernel(SPEC)
+    assert machine.nvrtc is not None
+    assert machine.nvrtc.builds == 0
+
+
+def refuse_libraries(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    def open_(artefact: Path, **_: int) -> Opened:
+        if artefact.suffix == ".so":
+            raise error
+        return Opened(artefact)
+
+    monkeypatch.setattr(kernels, "load", open_)
+
+
+def test_a_first_use_inside_a_capture_is_refused(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine.has(nvcc="13.0")
+    monkeypatch.setattr(kernels, "load", lambda artefact, **_: Opened(artefact))
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match=r"ffpa_jit\.warm") as caught:
+        kernels.kernel(SPEC)
+    assert "ffpa-jit warm" in str(caught.value)
+    assert SPEC.slug in str(caught.value)
+    assert machine.nvcc is not None
+    assert machine.nvcc.builds == 0
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    first = kernels.kernel(SPEC)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert kernels.kernel(SPEC) is first
+
+
+def test_the_capture_is_not_asked_about_before_cuda_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", _no_program)
+    load.refuse_capture("loading")
+
+
+# ---- launching -------------------------------------------------------------------------------------------------------
+
+FAKE = r"""
+#include <string.h>
+typedef struct { long n, function, grid[3], block[3], shared, stream; char params[48]; } Launch;
+static __thread void* current;
+Launch launched; int retained, loaded, sized, touched, fail_launch, fail_load; long dynamic_shared;
+int cuInit(unsigned f) { return 0; }
+int cuGetErrorName(int e, const char** s) { *s = e == 700 ? "CUDA_ERROR_ILLEGAL_ADDRESS" : "CUDA_ERROR_X"; return 0; }
+int cuGetErrorString(int e, const char** s) { *s = "its meaning"; return 0; }
+int cuCtxGetCurrent(void** c) { *c = current; return 0; }
+int cuCtxSetCurrent(void* c) { current = c; return 0; }
+int cuDeviceGet(int* d, int n) { *d = n + 40; return 0; }
+int cuDevicePrimaryCtxRetain(void** c, int d) {
+  __sync_fetch_and_add(&retained, 1); *c = (void*)(0x7f0000000000L + d); return 0;
+}
+int cuModuleLoadData(void** m, const void* image) {
+  if (!current) return 201;
+  if (fail_load) return fail_load;
+  if (memcmp(image, "\177ELF\0cubin", 10)) return 200;
+  __sync_fetch_and_add(&loaded, 1); *m = (void*)0x5000L; return 0;
+}
+int cuModuleGetFunction(void** f, void* m, const char* name) {
+  if (m != (void*)0x5000L) return 400;
+  *f = (void*)(!strcmp(name, "ffpa_forward") ? 0x6100000001L : !strcmp(name, "ffpa_combine") ? 0x6200000001L : 0L);
+  return *f ? 0 : 500;
+}
+int cuFuncGetAttribute(int* v, int a, void* f) {
+  if (a != 4 || !f) return 1;
+  __sync_fetch_and_add(&touched, 1); *v = 255; return 0;
+}
+int cuFuncSetAttribute(void* f, int a, int v) {
+  if (a != 8 || f != (void*)0x6100000001L) return 1;
+  sized++; dynamic_shared = v; return 0;
+}
+int cuLaunchKernel(void* f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,
+                   unsigned shared, void* stream, void** params, void** extra) {
+  if (!current) return 201;
+  if (fail_launch) return fail_launch;
+  if (extra) return 1;
+  Launch l = {0, (long)f, {gx, gy, gz}, {bx, by, bz}, shared, (long)stream};
+  memcpy(l.params, params[0], sizeof l.params);
+  l.n = __sync_add_and_fetch(&launched.n, 1);
+  launched = l;
+  return 0;
+}
+"""
+
+LIBRARY = r"""
+#include <string.h>
+int calls, prepared, fail; long got[4]; char params[48];
+int ffpa_launch(const void* p, int which, unsigned x, unsigned y, void* stream) {
+  long now[4] = {which, x, y, (long)stream};
+  memcpy(got, now, sizeof got); memcpy(params, p, sizeof params); calls++;
+  return fail;
+}
+const char* ffpa_error(int code) { return code == 35 ? "CUDA driver version is insufficient" : 0; }
+"""
+
+
+class Params(ctypes.Structure):
+    _fields_ = (
+        ("out", ctypes.c_void_p),
+        ("lse", ctypes.c_void_p),
+        ("stride", ctypes.c_longlong * 3),
+        ("n", ctypes.c_int),
+        ("scale", ctypes.c_float),
+    )
+
+
+class Launch(ctypes.Structure):
+    _fields_ = (
+        ("n", ctypes.c_long),
+        ("function", ctypes.c_long),
+        ("grid", ctypes.c_long * 3),
+        ("block", ctypes.c_long * 3),
+        ("shared", ctypes.c_long),
+        ("stream", ctypes.c_long),
+        ("params", ctypes.c_char * 48),
+    )
+
+
+PARAMS = Params(0x7F00DEADBEEF, 0x7F0000001000, (1 << 40, -3, 512), 77, 0.125)
+
+
+def compile_c(directory: Path, name: str, text: str) -> ctypes.CDLL:
+    gcc = shutil.which("gcc") or shutil.which("cc")
+    if gcc is None:
+        pytest.skip("no C compiler")
+    (directory / "stub.c").write_text(text)
+    subprocess.check_call([gcc, "-w", "-shared", "-fPIC", "-o", str(directory / name), str(directory / "stub.c")])
+    return ctypes.CDLL(str(directory / name))
+
+
+@pytest.fixture
+def stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ctypes.CDLL]:
+    """A driver of one's own (each test has its own copy), on device 1."""
+    library = compile_c(tmp_path, "libcuda.so.1", FAKE)
+    fake = driver.Driver(str(tmp_path / "libcuda.so.1"))
+    monkeypatch.setattr(load, "driver", lambda: fake)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    yield library
+    library.cuCtxSetCurrent(None)
+
+
+def value(library: ctypes.CDLL, name: str) -> ctypes.c_int:
+    return ctypes.c_int.in_dll(library, name)
+
+
+@pytest.fixture
+def cubin(tmp_path: Path) -> Path:
+    (tmp_path / "kernel.cubin").write_bytes(b"\x7fELF\0cubin\0\xff" * 10)
+    return tmp_path / "kernel.cubin"
+
+
+def test_a_cubin_is_launched_as_described(stub: ctypes.CDLL, cubin: Path) -> None:
+    loaded = load.load(cubin, threads=288, shared_bytes=215_000)
+    assert value(stub, "loaded").value == 0
+    loaded.launch(PARAMS, "forward", (70_000, 3), 0x7F1234567890)
+    got = Launch.in_dll(stub, "launched")
+    assert (got.function, list(got.grid), list(got.block)) == (0x6100000001, [70_000, 3, 1], [288, 1, 1])
+    assert (got.shared, got.stream) == (215_000, 0x7F1234567890)
+    assert ctypes.string_at(ctypes.addressof(got) + Launch.params.offset, 48) == bytes(PARAMS)
+    assert ctypes.c_long.in_dll(stub, "dynamic_shared").value == 215_000
+    loaded.launch(PARAMS, "combine", (5, 1), 0)
+    got = Launch.in_dll(stub, "launched")
+    assert (got.function, list(got.grid), list(got.block)) == (0x6200000001, [5, 1, 1], [256, 1, 1])
+    assert (got.shared, got.stream, got.n) == (0, 0, 2)
+    assert [value(stub, name).value for name in ("loaded", "sized", "touched")] == [1, 1, 2]
+
+
+def test_a_thread_without_a_context_gets_the_devices(stub: ctypes.CDLL, cubin: Path) -> None:
+    loaded = load.load(cubin, threads=256, shared_bytes=1024)
+    in_threads(8, lambda: [loaded.launch(PARAMS, "forward", (1, 1), 0) for _ in range(50)])
+    assert value(stub, "loaded").value == 1
+    assert Launch.in_dll(stub, "launched").n == 400
+    loaded.prepare()
+    context = ctypes.c_void_p()
+    stub.cuCtxGetCurrent(ctypes.byref(context))
+    assert context.value == 0x7F0000000000 + 41
+
+
+def test_a_module_is_loaded_once_a_context(stub: ctypes.CDLL, cubin: Path) -> None:
+    loaded = load.load(cubin, threads=256, shared_bytes=1024)
+    for context in (0x111, 0x222, 0x111):
+        stub.cuCtxSetCurrent(ctypes.c_void_p(context))
+        loaded.prepare()
+        loaded.launch(PARAMS, "forward", (1, 1), 0)
+    assert value(stub, "loaded").value == 2
+    assert value(stub, "retained").value == 0
+
+
+def test_a_second_devices_first_launch_inside_a_capture_is_refused(
+    stub: ctypes.CDLL, cubin: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = load.load(cubin, threads=256, shared_bytes=1024)
+    loaded.prepare()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    loaded.launch(PARAMS, "forward", (1, 1), 0)
+    stub.cuCtxSetCurrent(ctypes.c_void_p(0x333))
+    with pytest.raises(RuntimeError, match="warm"):
+        loaded.launch(PARAMS, "forward", (1, 1), 0)
+
+
+def test_driver_errors_have_name_meaning_and_place(stub: ctypes.CDLL, cubin: Path) -> None:
+    loaded = load.load(cubin, threads=256, shared_bytes=1024)
+    value(stub, "fail_launch").value = 700
+    with pytest.raises(
+        load.CudaError, match=r"CUDA_ERROR_ILLEGAL_ADDRESS \(700: its meaning\).*ffpa_forward"
+    ) as caught:
+        loaded.launch(PARAMS, "forward", (1, 1), 0)
+    assert caught.value.code == 700
+    value(stub, "fail_load").value = 209
+    stub.cuCtxSetCurrent(ctypes.c_void_p(0x444))
+    with pytest.raises(load.CudaError, match=r"209.*loading.*another architecture"):
+        loaded.launch(PARAMS, "forward", (1, 1), 0)
+
+
+def test_no_driver_is_an_oserror(cubin: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(OSError):
+        driver.Driver("libcuda-of-no-machine.so.1")
+
+
+@pytest.mark.parametrize("prepares", [False, True])
+def test_a_library_is_launched_as_described(prepares: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = [0]
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: device[0])
+    text = LIBRARY + ("int ffpa_prepare(void) { prepared++; return fail; }" if prepares else "")
+    library = compile_c(tmp_path, "kernel.so", text)
+    loaded = load.load(tmp_path / "kernel.so", threads=288, shared_bytes=1024)
+    loaded.prepare()
+    loaded.launch(PARAMS, "combine", (70_000, 3), 0x7F1234567890)
+    assert list((ctypes.c_long * 4).in_dll(library, "got")) == [1, 70_000, 3, 0x7F1234567890]
+    assert bytes((ctypes.c_char * 48).in_dll(library, "params").raw) == bytes(PARAMS)
+    loaded.launch(PARAMS, "forward", (1, 1), 0)
+    assert list((ctypes.c_long * 4).in_dll(library, "got")) == [0, 1, 1, 0]
+    device[0] = 3
+    loaded.launch(PARAMS, "forward", (1, 1), 0)
+    assert value(library, "prepared").value == (2 if prepares else 0)
+    value(library, "fail").value = 35
+    with pytest.raises(load.CudaError, match=r"35: CUDA driver version.*launching ffpa_forward.*update the driver"):
+        loaded.launch(PARAMS, "forward", (1, 1), 0)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    device[0] = 4
+    with pytest.raises(RuntimeError, match="warm"):
+        loaded.launch(PARAMS, "forward", (1, 1), 0)
+
+
+def test_a_hit_runs_no_program_and_imports_no_loader(
+    machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a new process with an empty PATH, the artefact of an nvcc that is not there."""
+    use_sources(monkeypatch, {"forward.cu": b""})
+    machine.has(nvcc="1.2.3")
+    assert kernels.warm(SPEC)[1] == "built"
+    code = """
+import sys, time, torch
+from ffpa_jit.cuda import kernels, recipe
+from ffpa_jit.cuda.instantiate import spec_for
+def audit(event, args):
+    if event in ("subprocess.Popen", "os.posix_spawn", "os.exec", "os.system"):
+        raise SystemExit(f"{event} {args}")
+sys.addaudithook(audit)
+recipe.texts = lambda: {"forward.cu": b""}
+start = time.perf_counter()
+_, how, _ = kernels.warm(spec_for("sm_90", 512, "bfloat16"))
+print(how, time.perf_counter() - start, "torch.utils.cpp_extension" in sys.modules)
+"""
+    environment = {**os.environ, "PATH": "", "FFPA_JIT_COMPILER": "nvcc"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(Path(kernels.__file__).parents[2]), *filter(None, sys.path)])
+    for name in ("CUDA_HOME", "CUDA_PATH"):
+        environment.pop(name, None)
+    if toolchain.find_nvcc() is not None:  # so that it is not found by its usual place either
+        code = "from ffpa_jit import toolchain; toolchain.find_nvcc = lambda: None\n" + code
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    how, seconds, imported = done.stdout.split()
+    assert (how, imported) == ("hit", "False")
+    assert float(seconds) < 0.5
