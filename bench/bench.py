@@ -44,7 +44,7 @@ class Case:
     """One row of the table."""
 
     name: str
-    group: str  # forward, backward or decode
+    group: str  # forward, masked, backward or decode
     batch: int
     heads_q: int
     heads_kv: int
@@ -53,6 +53,7 @@ class Case:
     head_dim: int
     is_causal: bool = False
     inputs: str = "randn"  # or "gemma": RMS-normed q and k, scale 1.0, dominating diagonal
+    option: str = ""  # of a masked case: "padding" ([B, 1, 1, N] bool), "additive" ([1, 1, N, N]) or "dropout" (0.1)
 
     @property
     def pairs(self) -> int:
@@ -82,6 +83,15 @@ class Case:
         return rms_norm(near + 0.5 * q), k, v, 1.0
 
 
+def options_of(case: Case, dtype: torch.dtype) -> dict[str, object]:
+    """The arguments that make a case a masked one."""
+    if case.option == "padding":
+        return {"attn_mask": (torch.arange(case.len_kv, device="cuda") < case.len_kv * 7 // 8)[None, None, None]}
+    if case.option == "additive":
+        return {"attn_mask": torch.randn(1, 1, case.len_q, case.len_kv, dtype=dtype, device="cuda")}
+    return {"dropout_p": 0.1} if case.option == "dropout" else {}
+
+
 def rms_norm(x: Tensor) -> Tensor:
     y = x.float()
     return (y * y.square().mean(-1, keepdim=True).rsqrt()).to(x.dtype)
@@ -102,6 +112,10 @@ CASES = [
     Case("self 8k D640", "forward", 1, 16, 16, 8192, 8192, 640),
     Case("self 8k D768", "forward", 1, 16, 16, 8192, 8192, 768),
     Case("self 8k D1024", "forward", 1, 16, 16, 8192, 8192, 1024),
+    Case("self 8k D512 + key padding", "masked", 1, 16, 16, 8192, 8192, 512, option="padding"),
+    Case("self 8k D512 + additive [N, N]", "masked", 1, 16, 16, 8192, 8192, 512, option="additive"),
+    Case("self 8k D512 + dropout 0.1", "masked", 1, 16, 16, 8192, 8192, 512, option="dropout"),
+    Case("GQA 32/8 4k D512 + additive [N, N]", "masked", 1, 32, 8, 4096, 4096, 512, option="additive"),
     Case("self 8k D512", "backward", 1, 32, 32, 8192, 8192, 512),
     Case("causal 8k D512", "backward", 1, 32, 32, 8192, 8192, 512, True),
     Case("GQA 32/8 8k D512", "backward", 1, 32, 8, 8192, 8192, 512),
@@ -120,18 +134,18 @@ CASES = [
 
 
 def sdpa() -> Attention:
-    def call(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> Tensor:
-        return SDPA(q, k, v, is_causal=is_causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    def call(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, **options: object) -> Tensor:
+        return SDPA(q, k, v, is_causal=is_causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1], **options)
 
     return call
 
 
-def ours() -> Attention:
+def ours(forward_backend: str | None = None) -> Attention:
     from ffpa_jit import ffpa_attn_func
 
-    def call(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> Tensor:
-        gqa = q.shape[1] != k.shape[1]
-        return ffpa_attn_func(q, k, v, is_causal=is_causal, scale=scale, enable_gqa=gqa)
+    def call(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, **options: object) -> Tensor:
+        options.update(is_causal=is_causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+        return ffpa_attn_func(q, k, v, forward_backend=forward_backend, **options)
 
     return call
 
@@ -155,9 +169,9 @@ def flex() -> Attention:
 def ffpa_attn(backend: str) -> Attention:
     from ffpa_attn import ffpa_attn_func
 
-    def call(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> Tensor:
+    def call(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, **options: object) -> Tensor:
         gqa = q.shape[1] != k.shape[1]
-        return ffpa_attn_func(q, k, v, is_causal=is_causal, scale=scale, enable_gqa=gqa, backend=backend)
+        return ffpa_attn_func(q, k, v, is_causal=is_causal, scale=scale, enable_gqa=gqa, backend=backend, **options)
 
     return call
 
@@ -165,6 +179,7 @@ def ffpa_attn(backend: str) -> Attention:
 PEERS: dict[str, Callable[[], Attention]] = {
     "sdpa": sdpa,
     "ours": ours,
+    "ours-cuda": lambda: ours("cuda"),
     "flex": flex,
     "ffpa_attn-triton": lambda: ffpa_attn("triton"),
     "ffpa_attn-cutedsl": lambda: ffpa_attn("cutedsl"),
@@ -224,8 +239,11 @@ def host_microseconds(call: Attention) -> float:
     return statistics.median(samples)
 
 
-def scores(case: Case, q: Tensor, k: Tensor, rows: Tensor, scale: float) -> Tensor:
+def scores(case: Case, q: Tensor, k: Tensor, rows: Tensor, scale: float, mask: Tensor | None = None) -> Tensor:
     s = q.double() @ k.double().T * scale
+    if mask is not None:
+        mask = mask[0, 0].expand(case.len_q, case.len_kv)[rows]
+        s = s.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else s + mask.double()
     if case.is_causal:
         keys = torch.arange(case.len_kv, device=q.device)
         s.masked_fill_(keys > rows[:, None] + (case.len_kv - case.len_q), -math.inf)
@@ -247,12 +265,16 @@ class Error:
         return math.inf if math.isnan(value) else value
 
 
-def forward_error(case: Case, out: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float) -> float:
+def forward_error(
+    case: Case, out: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None = None
+) -> float:
+    if case.option == "dropout":
+        return math.nan  # every peer drops other elements; the tests check ours against its documented stream
     group = case.heads_q // case.heads_kv
     rows = torch.linspace(0, case.len_q - 1, min(case.len_q, 256), device=q.device).long().unique()
     error = Error()
     for b, h in {(0, 0), (case.batch - 1, case.heads_q - 1)}:
-        p = scores(case, q[b, h, rows], k[b, h // group], rows, scale).softmax(-1)
+        p = scores(case, q[b, h, rows], k[b, h // group], rows, scale, mask).softmax(-1)
         error.add(out[b, h, rows], p @ v[b, h // group].double())
     return error.relative()
 
@@ -296,9 +318,10 @@ class Row:
 def measure(case: Case, peer: str, call: Attention, dtype: torch.dtype, clock: Clock, ceiling: float) -> Row:
     q, k, v, scale = case.tensors(dtype)
     backward = case.group == "backward"
+    options = options_of(case, dtype)
 
     def forward() -> Tensor:
-        return call(q, k, v, case.is_causal, scale)
+        return call(q, k, v, case.is_causal, scale, **options)
 
     torch.cuda.synchronize()
     start = time.perf_counter()
@@ -324,7 +347,7 @@ def measure(case: Case, peer: str, call: Attention, dtype: torch.dtype, clock: C
         result = timed()
         torch.cuda.synchronize()
         first = time.perf_counter() - start
-        error = forward_error(case, result, q, k, v, scale)
+        error = forward_error(case, result, q, k, v, scale, options.get("attn_mask"))
     del result
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -346,7 +369,7 @@ def measure(case: Case, peer: str, call: Attention, dtype: torch.dtype, clock: C
 def tables(rows: list[Row], peers: list[str]) -> str:
     """One markdown table per group: rate (fraction), error and extra memory of each peer."""
     lines: list[str] = []
-    for group in ("forward", "backward", "decode"):
+    for group in ("forward", "masked", "backward", "decode"):
         chosen = [r for r in rows if r.group == group]
         if not chosen:
             continue
@@ -405,7 +428,7 @@ def plot(rows: list[Row], peers: list[str], ceiling: float, path: Path) -> None:
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", default="forward,backward,decode", help="groups, or parts of case names")
+    parser.add_argument("--cases", default="forward,masked,backward,decode", help="groups, or parts of case names")
     parser.add_argument("--peers", default=",".join(PEERS))
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16"))
     parser.add_argument("--milliseconds", type=float, default=150, help="timed per case and peer")
@@ -442,6 +465,8 @@ def main(argv: list[str] | None = None) -> int:
     rows: list[Row] = []
     for case in cases:  # peers alternate within a case, so that a drift of the clocks touches all alike
         for peer, call in calls.items():
+            if case.group == "backward" and peer == "ours-cuda":
+                continue  # it has none: these are the gradients of "ours"
             if time.monotonic() - began > options.seconds:
                 print(f"{case.group} {case.name}, {peer}: no time left", flush=True)
                 continue

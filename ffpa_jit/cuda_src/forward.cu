@@ -1,13 +1,13 @@
 // softmax(scale * Q K^T) V for head dims 257 to 1024 in one pass and without workspace (FlashAttention-2: Dao 2023), on
 // mma.sync, for sm_80 to sm_121.
 //
-// Schedule. A block owns kRows rows of one (batch, key head): the queries of all heads of the group, (query, head) with
-// the head running fastest, so that grouped heads read K and V once. Nine warps: eight consumers in a grid of
-// kRowWarps x kColWarps, and one producer. Split-D: K arrives in chunks of some columns, V in chunks of some rows (or
-// columns), through a ring of kStages slots that does not grow with D; mbarriers hand slots over, so that no consumer
-// ever waits for all the others.
+// Schedule. A block owns kRows rows of one (batch, key head): the queries of all heads of the group, (query, head) pairs
+// with the head running fastest, so that grouped heads read K and V once. Its warps form a grid, kRowWarps x kColWarps.
+// Split-D: K arrives in chunks of some columns, V in chunks of some rows, through a ring of kStages slots; shared memory
+// grows with D by Q and by what one wants a chunk to hold, not by K and V. mbarriers hand slots over, so that no warp
+// waits for all the others. From sm_90 on the tensor copy engine fills the ring, before that cp.async.
 //
-//   producer   | K0 K1 .. | V0 V1 .. | K0 K1 ..            waits only for free slots
+//   ring       | K0 K1 .. | V0 V1 .. | K0 K1 ..            a slot is filled again when every warp has released it
 //   row group  | S += Q Kc^T | max exchange, P = exp2 | O += P Vc | ...
 //   the other  |      (its own named barriers)  S += .. | ...     one group's exponentials under the other's products
 //
@@ -15,11 +15,14 @@
 // holds kRows/kRowWarps x D/kColWarps of O. So P goes through shared memory once and row maxima through 4 bytes a row and
 // warp, which two named barriers of the group cover.
 //
-// Budget (D = 512, rows 64 = 2 x 2 tiles x 16, 2 x 4 warps, 128 keys; 224 registers a thread with nine warps):
-//   registers  O 32 x 128 a warp = 128, S 32 x 32 = 32, fragments and addresses 64
-//   shared     Q 64 KB + P 16 KB + 4 slots of 32 KB = 208 KB (sm_90: 227; other shapes where there is less)
-//   port       S reads 1 B per 8 products, O 1 B per 12.8, the fill 1 B per 32: 964 products a clock of 128 B
-// Measured ceilings and the shapes that lost are in bench/NOTES.md.
+// Budget (D = 512 on sm_90: 64 rows, 2 x 4 warps, 128 keys, two slots of 64 KB, 255 registers a thread)
+//   registers  O 32 x 128 a warp = 128, S 32 x 32 = 32, the rest fragments and addresses; no spill up to D = 512
+//   shared     Q 64 KB + P 16 KB + ring 128 KB + 3 KB of statistics, row descriptions and barriers
+//   port       128 B a clock: S reads 1 B for 8 products, O 1 B for 12.8, the fill writes 1 B for 32: 964 products a clock,
+//              433 TFLOP/s at 1.7 GHz; the tensor pipe alone would do 1270
+// Measured on an H200: 356 TFLOP/s (D = 512), and about 250 clocks lost at every chunk, in which the pipes run empty; so
+// two large chunks beat four small ones. bench/NOTES.md has the other shapes, and what failed: a producer warp (it costs
+// the registers of four), fragments loaded ahead across chunks (slower).
 #include "consumer.cuh"
 
 extern "C" __global__ void __launch_bounds__(ffpa::kThreads, 1) ffpa_forward(const __grid_constant__ ForwardParams p) {

@@ -36,7 +36,8 @@ STRANGER = 54321  # a uid without an entry in passwd
 
 
 @pytest.fixture(autouse=True)
-def _clean_environment(monkeypatch, tmp_path):
+def _clean_environment(monkeypatch, tmp_path, tmp_path_factory):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path_factory.mktemp("temporary")))
     for name in ("FFPA_JIT_CACHE_DIR", "FFPA_JIT_CACHE_PATH", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
@@ -560,7 +561,7 @@ def test_a_read_only_root_is_searched_first_and_never_written(tmp_path):
 @pytest.fixture
 def open_directory():
     """A directory that every user can enter, unlike pytest's."""
-    path = Path(tempfile.mkdtemp())
+    path = Path(tempfile.mkdtemp(dir="/tmp"))
     path.chmod(0o755)
     yield path
     shutil.rmtree(path)

@@ -1,0 +1,316 @@
+"""The command line and `ffpa_jit.warm`: what they print, what they refuse, how they exit. No GPU, caches of their own."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+import tarfile
+
+import pytest
+from click.testing import CliRunner
+
+from ffpa_jit.cache import Built, Key, default_cache
+from ffpa_jit.cli import main
+from tests.cpu.conftest import ROOT, run_python
+
+warming = importlib.import_module("ffpa_jit.warm")
+
+
+@pytest.fixture(autouse=True)
+def _own_caches(tmp_path, monkeypatch):
+    for name in ("FFPA_JIT_CACHE_PATH", "FFPA_JIT_COMPILER", "FFPA_JIT_JOBS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("FFPA_JIT_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+
+
+def run(*arguments, **kwargs):
+    return CliRunner().invoke(main, [str(each) for each in arguments], **kwargs)
+
+
+def entry(name="sm_90-d512-bf16-f32-s2", group="cuda", data=b"machine code"):
+    def build(directory):
+        (directory / "kernel.cubin").write_bytes(data)
+        return Built("kernel.cubin")
+
+    return default_cache().get(Key(group, name, {"arch": "sm_90"}, "00ff", "nvrtc 13.0.88"), build, "a test")
+
+
+# warm
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """Nothing is compiled: what would be is noted, and fails where its name holds a word of the list returned."""
+    units, bad = [], []
+
+    def pretend(asked, *, dry_run):
+        units.extend(asked)
+        return [
+            warming.Result(unit.backend, unit.name, "failed", 1.0, None, "ptxas: error")
+            if any(word in unit.name for word in bad)
+            else warming.Result(unit.backend, unit.name, "planned" if dry_run else "built", 1.5, "/cache/x")
+            for unit in asked
+        ]
+
+    monkeypatch.setattr(warming, "_in_process", pretend)
+    return units, bad
+
+
+def test_warm_compiles_every_combination_once(compiled):
+    done = run("warm", "--headdim", "512,500", "--dtype", "bf16,fp16", "--arch", "sm_90,sm_80", "--backend", "cuda")
+    assert done.exit_code == 0, done.output
+    names = sorted(unit.name for unit in compiled[0])
+    assert names == [f"sm_{a}-d512-{t}-f32-s2" for a in (80, 90) for t in ("bf16", "fp16")]
+    assert "[4/4] cuda" in done.stderr
+    assert all(name in done.stdout for name in names)
+
+
+def test_warm_compiles_both_directions_of_triton(compiled):
+    assert run("warm", "--headdim", "512", "--arch", "sm_90").exit_code == 0
+    assert [unit.name for unit in sorted(compiled[0], key=lambda unit: unit.name)] == [
+        "sm_90-d512-bf16-backward", "sm_90-d512-bf16-f32-s2", "sm_90-d512-bf16-forward",
+    ]  # fmt: skip
+
+
+def test_one_failure_does_not_stop_the_others_and_is_the_exit_code(compiled):
+    compiled[1].append("d320")
+    done = run("warm", "--headdim", "320,512", "--arch", "sm_90", "--backend", "cuda", "--jobs", "1")
+    assert done.exit_code == 1
+    assert "failed: cuda sm_90-d320-bf16-f32-s2: ptxas: error" in done.stderr
+    assert "built" in done.stdout
+
+
+def test_warm_as_json(compiled):
+    done = run("warm", "--headdim", "512", "--arch", "sm_90,gfx942", "--dry-run", "--json")
+    found = {(each["backend"], each["name"]): each["how"] for each in json.loads(done.stdout)}
+    assert found["cuda", "sm_90-d512-bf16-f32-s2"] == "planned"
+    assert found["triton", "gfx942-d512-bf16-forward"] == "planned"
+    assert found["cuda", "gfx942"] == "skipped"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--headdim", "200"), "from 257 to 1024"),
+        (("--headdim", "many"), "not a list of head dims"),
+        (("--headdim", ""), "an argument is empty"),
+        (("--headdim", "512", "--dtype", "fp32"), "float16"),
+        (("--headdim", "512", "--acc", "f16"), "acc='f16' needs float16 inputs"),
+        (("--headdim", "512", "--stages", "9"), "choose 1, 2, 3 or 4"),
+        (("--headdim", "512", "--backend", "cutedsl"), "choose of cuda, triton"),
+        (("--headdim", "512", "--arch", "sm_70"), "sm_90"),
+        (("--headdim", "300", "--backend", "triton"), "multiples of 8"),
+        (("--headdim", "512", "--jobs", "0"), "x>=1"),
+        (("--headdim", "512", "--frobnicate"), "No such option"),
+    ],
+)
+def test_what_cannot_be_is_told_with_what_is_allowed(compiled, arguments, said):
+    arch = () if "--arch" in arguments else ("--arch", "sm_90")
+    done = run("warm", *arguments, *arch)
+    assert done.exit_code == 2, done.output
+    assert said in " ".join(done.stderr.split())
+    assert compiled[0] == []
+
+
+def test_without_a_gpu_an_architecture_is_asked_for(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    done = run("warm", "--headdim", "512")
+    assert done.exit_code == 2
+    assert "--arch sm_90" in done.stderr
+    with pytest.raises(ValueError, match="arch='sm_90'"):
+        warming.warm(512)
+
+
+def test_warm_takes_one_value_or_several(compiled):
+    results = warming.warm(512, "bf16", arch="sm_90", backend="cuda")
+    assert [result.name for result in results] == ["sm_90-d512-bf16-f32-s2"]
+    seen = []
+    results = warming.warm((320, 512), ["fp16"], ["f16", "f32"], (1, None), ["sm_86"], ["cuda"], jobs=3,
+                           progress=lambda result, done, total: seen.append((done, total)))  # fmt: skip
+    assert len(results) == 8
+    assert seen == [(i, 8) for i in range(1, 9)]
+    assert [result.name for result in results] == [unit.name for unit in compiled[0][1:]] or len(compiled[0]) == 9
+
+
+def test_a_dry_run_in_its_process_finds_nothing_and_leaves_nothing(tmp_path):
+    results = warming.warm(512, arch="sm_90", backend="cuda", dry_run=True)
+    assert [result.how for result in results] == ["planned"]
+    assert not (tmp_path / "cache" / "cuda").exists()
+
+
+def test_a_unit_that_raises_is_a_failure_with_its_reason():
+    result = warming._work(warming._Unit("cuda", "x", ("sm_1", 512, "bf16")), False)
+    assert result.failed
+    assert "sm_1" in result.message
+
+
+def test_a_compiler_that_is_killed_is_a_failure_that_says_so(tmp_path, monkeypatch):
+    script = tmp_path / "python"
+    script.write_text("#!/bin/sh\necho so far so good >&2\nkill -9 $$\n")
+    script.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(script))
+    (result,) = warming.warm(512, arch="sm_90", backend="cuda")
+    assert result.failed
+    assert "out of memory" in result.message
+    assert "so far so good" in result.message
+
+
+def test_workers_see_no_gpu(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    environment = warming._environment()
+    assert environment["CUDA_VISIBLE_DEVICES"] == ""
+    assert "TRITON_INTERPRET" not in environment
+
+
+def test_jobs_fit_cores_and_memory(monkeypatch):
+    monkeypatch.setattr(warming, "_cores", lambda: 8)
+    monkeypatch.setattr(warming, "_free_bytes", lambda: 3 * warming.JOB_BYTES + 5)
+    assert warming.default_jobs() == 3
+    monkeypatch.setattr(warming, "_free_bytes", lambda: 5)
+    assert warming.default_jobs() == 1
+    monkeypatch.setenv("FFPA_JIT_JOBS", "6")
+    assert warming.default_jobs() == 6
+    monkeypatch.undo()
+    assert 1 <= warming._cores() <= (os.cpu_count() or 1)
+    assert warming._free_bytes() > 0
+
+
+# info and explain
+
+
+def test_info_tells_everything_and_starts_no_gpu():
+    code = """
+import json, torch
+from ffpa_jit import info
+print(json.dumps(info.collect()))
+print(torch.cuda.is_initialized())
+"""
+    found, initialised = run_python(code, FFPA_JIT_STRICT="1").splitlines()
+    report = json.loads(found)
+    assert set(report) == {"versions", "devices", "toolchain", "cache", "backends", "environment"}
+    assert report["environment"]["FFPA_JIT_STRICT"] == "1"
+    assert report["versions"]["python"].startswith("3.")
+    assert initialised == "False" or report["devices"]
+
+
+def test_info_reads_well_and_survives_what_is_broken(monkeypatch):
+    done = run("info")
+    assert done.exit_code == 0
+    assert "toolchain" in done.stdout
+    assert "not cutedsl" in done.stdout
+
+    def broken():
+        raise OSError("no such thing")
+
+    monkeypatch.setattr("ffpa_jit.toolchain.probes", broken)
+    assert "OSError: no such thing" in run("info").stdout
+    assert json.loads(run("info", "--json").stdout)["toolchain"] == {"error": "OSError: no such thing"}
+
+
+def test_explain_is_of_the_architecture_that_was_named():
+    call = ("explain", "--headdim", 512, "--heads", 32, "--kv-heads", 8, "--causal", "--grad", "--json")
+    there = run(*call, "--arch", "sm_90")
+    assert there.exit_code == 0, there.output
+    assert json.loads(there.stdout)["forward"] != "sdpa"
+    old = json.loads(run(*call, "--arch", "sm_70").stdout)
+    assert old["forward"] == "sdpa"
+    assert "sm_70" in " ".join(old["reasons"]["triton"])
+    from ffpa_jit.problem import device_arch
+
+    assert device_arch("cuda", 0) in ("unknown", device_arch("cuda", 0))
+
+
+def test_explain_of_a_call_that_raises_exits_1():
+    done = run("explain", "--headdim", 512, "--arch", "sm_90", "--backend", "cutedsl")
+    assert done.exit_code == 1
+    assert "raises: NotImplementedError" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("--headdim", "0"), ("--headdim", "512", "--arch", "volta"), ("--headdim", "512", "--backend", "numpy"),
+     ("--headdim", "512", "--dtype", "int8"), ()],
+)  # fmt: skip
+def test_explain_refuses_what_is_no_call(arguments):
+    assert run("explain", *arguments).exit_code == 2
+
+
+# cache
+
+
+def test_cache_path_and_list(tmp_path):
+    assert run("cache", "path").stdout.strip() == str(tmp_path / "cache")
+    assert json.loads(run("cache", "path", "--json").stdout)["path"] == str(tmp_path / "cache")
+    made = entry()
+    (listed,) = json.loads(run("cache", "list", "--json").stdout)
+    assert listed["path"] == str(made.path)
+    assert listed["compiler"] == "nvrtc 13.0.88"
+    shown = run("cache", "list")
+    assert "sm_90-d512-bf16-f32-s2" in shown.stdout
+    assert "1 entries" in shown.stderr
+
+
+def test_cache_verify_finds_a_flipped_bit():
+    made = entry()
+    assert run("cache", "verify").exit_code == 0
+    made.artefact.write_bytes(b"machine cod!")
+    done = run("cache", "verify")
+    assert done.exit_code == 1
+    assert str(made.path) in done.stdout
+    assert json.loads(run("cache", "verify", "--json").stdout)[0]["ok"] is False
+
+
+def test_cache_prune_and_clear():
+    entry()
+    assert run("cache", "prune").exit_code == 2
+    assert run("cache", "prune", "--max-size", "big").exit_code == 2
+    assert json.loads(run("cache", "prune", "--older-than", "30d", "--max-size", "2GB", "--json").stdout) == []
+    assert "removed 1" in run("cache", "prune", "--max-size", "0").stdout
+    entry()
+    assert run("cache", "clear", input="n\n").exit_code == 1
+    assert len(default_cache().entries()) == 1
+    assert "removed 1" in run("cache", "clear", "--yes").stdout
+    assert default_cache().entries() == []
+
+
+def test_a_cache_is_carried_to_another_machine(tmp_path, monkeypatch):
+    tar = tmp_path / "kernels.tar.gz"
+    assert run("cache", "export", tar).exit_code == 1
+    entry()
+    entry("sm_90-d512-bf16-forward", "triton")
+    assert "2 entries" in run("cache", "export", tar).stdout
+    with tarfile.open(tar) as exported:
+        assert len(exported.getnames()) == 4
+    monkeypatch.setenv("FFPA_JIT_CACHE_DIR", str(tmp_path / "elsewhere"))
+    done = run("cache", "import", tar)
+    assert done.exit_code == 0, done.output
+    assert "imported 2 entries" in done.stdout
+    assert "note: sm_90-d512-bf16-forward" in done.stderr
+    assert [each.artefact.read_bytes() for each in default_cache().entries()] == [b"machine code"] * 2
+
+
+def test_what_is_no_export_is_not_imported(tmp_path):
+    (tmp_path / "junk.tar").write_bytes(b"junk")
+    done = run("cache", "import", tmp_path / "junk.tar")
+    assert done.exit_code == 1
+    assert "cannot be read as a tar file" in done.stderr
+    assert run("cache", "import", tmp_path / "absent.tar").exit_code == 2
+    assert run("cache", "export", tmp_path / "no" / "such" / "x.tar").exit_code == 1
+
+
+# the program
+
+
+def test_the_module_is_the_program():
+    def module(*arguments):
+        return subprocess.run([sys.executable, "-m", "ffpa_jit", *arguments], capture_output=True, text=True, cwd=ROOT)
+
+    assert module("--version").stdout.startswith("ffpa-jit, version ")
+    assert module("cache", "path").returncode == 0
+    wrong = module("compile")
+    assert wrong.returncode == 2
+    assert "No such command" in wrong.stderr
