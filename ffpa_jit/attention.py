@@ -174,14 +174,19 @@ def ffpa_attn_func(
             plan is not None
             and plan.forward != "sdpa"
             and plan.backward != "sdpa"
-            and (plan.forward != "cuda" or forward is not None)  # the long way falls back where it cannot be built
             and shape[0] == key.shape[0] == value.shape[0]
         ):
             factor = shape[3] ** -0.5 if scale is None else _number("scale", scale)
-            out, lse = ops.attend(
-                query, key, value, None, None, factor, call.is_causal, 0.0, plan.forward_text, plan.backward_text
-            )
-            return (out, lse) if return_lse else out
+            try:
+                out, lse = ops.attend(
+                    query, key, value, None, None, factor, call.is_causal, 0.0, plan.forward_text, plan.backward_text
+                )
+            except UnavailableError:
+                if forward is not None:
+                    raise
+                # The long way meets it again, and goes elsewhere.
+            else:
+                return (out, lse) if return_lse else out
     return _general(
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, forward, backward, return_lse
     )
@@ -257,11 +262,13 @@ def _general(
             q, k, v, mask, rng, factor, is_causal, float(dropout_p), plan.forward_text, plan.backward_text
         )
     except UnavailableError as error:
-        if forward is not None or return_lse:
+        if forward is not None:
             raise
-        registry.changed()  # what was decided without knowing it
-        dispatch.report_fallback("forward", {plan.forward: (Refusal("unavailable", str(error)),)})
-        return sdpa.fallback(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        dispatch.report_unavailable(plan.forward, str(error))
+        registry.changed()  # what was decided without knowing it; the backend now refuses the call
+        return _general(
+            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, forward, backward, return_lse
+        )
     rank = max(query.dim(), key.dim(), value.dim())
     if rank != 4:
         # Two dims have no heads either; more than four have several batch dims.

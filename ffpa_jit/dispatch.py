@@ -1,8 +1,9 @@
 """Who runs a call: `plan` chooses a backend for each direction, and `explain_call` tells the choice with its reasons.
 
-Preference: the fastest backend that runs the call on its device (Triton; where that has no kernels for the call, CUDA),
-else PyTorch's SDPA. A backend that the caller names runs or raises NotImplementedError with every reason. A fallback
-that nobody asked for is logged once per reason code on the logger `ffpa_jit`, or raises under `FFPA_JIT_STRICT=1`.
+Preference: of the backends that run the call on its device, the one that says it takes the least time (with gradients,
+the first of `PREFERENCE`), else PyTorch's SDPA. A backend that the caller names runs or raises NotImplementedError with
+every reason. A fallback that nobody asked for is logged once per reason code on the logger `ffpa_jit`, or raises under
+`FFPA_JIT_STRICT=1`.
 
 A backward that no backend runs is SDPA's, run again on the saved inputs. That cannot repeat another forward's dropout,
 so a call with dropout and gradients needs a backend for both.
@@ -30,11 +31,12 @@ __all__ = [
     "plan",
     "refusals",
     "report_fallback",
+    "report_unavailable",
 ]
 
 _logger = logging.getLogger("ffpa_jit")
 
-# The backends that are tried, fastest first, when the caller names none.
+# The backends that are tried when the caller names none; the fastest first, for calls of some size.
 PREFERENCE = ("triton", "cuda")
 
 _HALF_NAMES = ("torch.float16", "torch.bfloat16")
@@ -246,6 +248,15 @@ def _recompute_is_slower(problem: Problem) -> bool:
     return problem.arch != "interpreter" and problem.heads_q == problem.heads_kv
 
 
+def _fastest(willing: list[Backend], problem: Problem) -> Backend | None:
+    """That with the least estimated time, the first of equals; None of none."""
+    best = None
+    for options in willing:
+        if best is None or (registry.get(options.name).estimate(problem) < registry.get(best.name).estimate(problem)):
+            best = options
+    return best
+
+
 def _slower_than_sdpa(name: str, problem: Problem) -> Refusal | None:
     """Why a backend that could run `problem` is not worth it: its launches alone take longer than all of SDPA."""
     if problem.arch == "interpreter":
@@ -303,6 +314,11 @@ def report_fallback(direction: str, reasons: dict[str, tuple[Refusal, ...]]) -> 
         direction,
         tuple([(name, refusal.code, refusal.reason) for name, found in reasons.items() for refusal in found]),
     )
+
+
+def report_unavailable(name: str, reason: str) -> None:
+    """Say that a backend which took a call could not run it, so that from now on others do."""
+    _logger.warning("the %s backend could not run a call that it had taken; others will: %s", name, reason)
 
 
 def _report(direction: str, reasons: Sequence[tuple[str, str, str]]) -> None:

@@ -114,6 +114,10 @@ class Problem:
             mask_needs_grad=grad and attn_mask is not None and attn_mask.requires_grad,
         )
 
+    def cache_mb(self) -> float:
+        """MB of keys and values."""
+        return 4.0e-6 * self.batch * self.heads_kv * self.len_kv * self.head_dim
+
     def product_mflop(self, tile: int) -> float:
         """MFLOP of one matrix product over all visible scores, in whole tiles of `tile` rows and keys."""
         rows, cols = -(-self.len_q // tile) * tile, -(-self.len_kv // tile) * tile

@@ -8,8 +8,15 @@ namespace ffpa {
 
 class Consumer {
  public:
-  __device__ __forceinline__ Consumer(const ForwardParams& p, Loader& loader, unsigned char* memory, u32 shared, int warp, int lane)
-      : p_(p), loader_(loader), memory_(memory), shared_(shared), lane_(lane), row_warp_(warp / kColWarps), col_warp_(warp % kColWarps) {
+  __device__ __forceinline__ Consumer(const ForwardParams& p, Loader& loader, unsigned char* memory, u32 shared,
+                                      int warp, int lane)
+      : p_(p),
+        loader_(loader),
+        memory_(memory),
+        shared_(shared),
+        lane_(lane),
+        row_warp_(warp / kColWarps),
+        col_warp_(warp % kColWarps) {
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
@@ -84,8 +91,8 @@ class Consumer {
   __device__ __forceinline__ int first_row() const { return row_warp_ * kRowTiles * 16; }
   __device__ __forceinline__ void group_barrier() const { named_barrier(1 + row_warp_, kGroupThreads); }
 
-  // First column of the warp's block `b`: blocks are dealt to the column warps in turn, so that all of them have work in
-  // every chunk and a block's place in its 64-column panel does not depend on b.
+  // First column of the warp's block `b`: blocks are dealt to the column warps in turn, so that all of them have work
+  // in every chunk and a block's place in its 64-column panel does not depend on b.
   __device__ __forceinline__ int column(int b) const { return (b * kColWarps + col_warp_) * 16; }
 
   // Address of this lane's row of a 16 x 16 tile at (row, column 0) of a matrix in panels of any height; column c, a
@@ -290,7 +297,8 @@ class Consumer {
         if (kRaggedBlocks && b == kBlocks - 1 && column(b) >= kHeadDim) continue;
         const int place = b * kColWarps + col_warp_;  // of the block in the chunk
         u32 fragment[4];
-        load_matrices_transposed(fragment, (values ^ (place % 4 * 32)) + place / 4 * panel_bytes(kValueRows) + step * 16 * kPanelRow);
+        load_matrices_transposed(
+            fragment, (values ^ (place % 4 * 32)) + place / 4 * panel_bytes(kValueRows) + step * 16 * kPanelRow);
 #pragma unroll
         for (int n = 0; n < 2; ++n)
 #pragma unroll

@@ -1,28 +1,28 @@
 // softmax(scale * Q K^T) V for head dims 257 to 1024 in one pass and without workspace (FlashAttention-2: Dao 2023), on
 // mma.sync, for sm_80 to sm_121.
 //
-// Schedule. A block owns kRows rows of one (batch, key head): the queries of all heads of the group, (query, head) pairs
-// with the head running fastest, so that grouped heads read K and V once. Its warps form a grid, kRowWarps x kColWarps.
-// Split-D: K arrives in chunks of some columns, V in chunks of some rows, through a ring of kStages slots; shared memory
-// grows with D by Q and by what one wants a chunk to hold, not by K and V. mbarriers hand slots over, so that no warp
-// waits for all the others. From sm_90 on the tensor copy engine fills the ring, before that cp.async.
+// Schedule. A block owns kRows rows of one (batch, key head): the queries of all heads of the group, (query, head)
+// pairs with the head running fastest, so that grouped heads read K and V once. Its warps form a grid, kRowWarps x
+// kColWarps. Split-D: K arrives in chunks of some columns, V in chunks of some rows, through a ring of kStages slots;
+// shared memory grows with D by Q and by what one wants a chunk to hold, not by K and V. mbarriers hand slots over, so
+// that no warp waits for all the others. From sm_90 on the tensor copy engine fills the ring, before that cp.async.
 //
 //   ring       | K0 K1 .. | V0 V1 .. | K0 K1 ..            a slot is filled again when every warp has released it
 //   row group  | S += Q Kc^T | max exchange, P = exp2 | O += P Vc | ...
 //   the other  |      (its own named barriers)  S += .. | ...     one group's exponentials under the other's products
 //
-// A row group (the kColWarps warps that share rows) splits the keys of a tile for S and the columns of D for O: each warp
-// holds kRows/kRowWarps x D/kColWarps of O. So P goes through shared memory once and row maxima through 4 bytes a row and
-// warp, which two named barriers of the group cover.
+// A row group (the kColWarps warps that share rows) splits the keys of a tile for S and the columns of D for O: each
+// warp holds kRows/kRowWarps x D/kColWarps of O. So P goes through shared memory once and row maxima through 4 bytes a
+// row and warp, which two named barriers of the group cover.
 //
 // Budget (D = 512 on sm_90: 64 rows, 2 x 4 warps, 128 keys, two slots of 64 KB, 255 registers a thread)
 //   registers  O 32 x 128 a warp = 128, S 32 x 32 = 32, the rest fragments and addresses; no spill up to D = 512
 //   shared     Q 64 KB + P 16 KB + ring 128 KB + 3 KB of statistics, row descriptions and barriers
-//   port       128 B a clock: S reads 1 B for 8 products, O 1 B for 12.8, the fill writes 1 B for 32: 964 products a clock,
-//              433 TFLOP/s at 1.7 GHz; the tensor pipe alone would do 1270
-// Measured on an H200: 356 TFLOP/s (D = 512), and about 250 clocks lost at every chunk, in which the pipes run empty; so
-// two large chunks beat four small ones. bench/NOTES.md has the other shapes, and what failed: a producer warp (it costs
-// the registers of four), fragments loaded ahead across chunks (slower).
+//   port       128 B a clock: S reads 1 B for 8 products, O 1 B for 12.8, the fill writes 1 B for 32: 964 products
+//              a clock or 433 TFLOP/s at 1.7 GHz; the tensor pipe alone would do 1270
+// Measured on an H200: 356 TFLOP/s (D = 512), and about 250 clocks lost at every chunk, in which the pipes run empty;
+// so two large chunks beat four small ones. bench/NOTES.md has the other shapes, and what failed: a producer warp (it
+// costs the registers of four), fragments loaded ahead across chunks (slower).
 #include "consumer.cuh"
 
 extern "C" __global__ void __launch_bounds__(ffpa::kThreads, 1) ffpa_forward(const __grid_constant__ ForwardParams p) {
@@ -62,9 +62,7 @@ extern "C" __global__ void __launch_bounds__(ffpa::kThreads, 1) ffpa_forward(con
   }
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < kStages; ++stage) {
-      
-barrier_init(full + stage * 8, kTma ? 1 : kThreads);
-
+      barrier_init(full + stage * 8, kTma ? 1 : kThreads);
       barrier_init(empty + stage * 8, kWarps);
     }
     barrier_init(queries_full, kThreads);
@@ -84,7 +82,7 @@ barrier_init(full + stage * 8, kTma ? 1 : kThreads);
   consumer.finish(rows_total, first_row, blockIdx.y);
 }
 
-// Joins the splits: one warp a row (256 threads a block), out = sum_s w_s out_s / sum_s w_s with w_s = exp(lse_s - max).
+// Joins the splits, one warp a row: out = sum_s w_s out_s / sum_s w_s with w_s = exp(lse_s - max).
 extern "C" __global__ void __launch_bounds__(256) ffpa_combine(const __grid_constant__ ForwardParams p) {
   using namespace ffpa;
   const i64 rows = static_cast<i64>(p.batch) * p.heads_q * p.len_q;
@@ -136,9 +134,10 @@ extern "C" int ffpa_prepare() {
 extern "C" int ffpa_launch(const void* params, int which, unsigned grid_x, unsigned grid_y, void* stream) {
   void* arguments[] = {const_cast<void*>(params)};
   const bool forward = which == 0;
-  return cudaLaunchKernel(forward ? reinterpret_cast<const void*>(ffpa_forward) : reinterpret_cast<const void*>(ffpa_combine),
-                          dim3(grid_x, grid_y), dim3(forward ? ffpa::kThreads : 256), arguments,
-                          forward ? ffpa::kSharedBytes : 0, static_cast<cudaStream_t>(stream));
+  return cudaLaunchKernel(
+      forward ? reinterpret_cast<const void*>(ffpa_forward) : reinterpret_cast<const void*>(ffpa_combine),
+      dim3(grid_x, grid_y), dim3(forward ? ffpa::kThreads : 256), arguments, forward ? ffpa::kSharedBytes : 0,
+      static_cast<cudaStream_t>(stream));
 }
 
 extern "C" const char* ffpa_error(int error) { return cudaGetErrorString(static_cast<cudaError_t>(error)); }

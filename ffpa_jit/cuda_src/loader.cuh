@@ -1,6 +1,6 @@
-// Copies of Q, K and V into shared memory. From sm_90 on, one warp hands K and V to the tensor copy engine; before, every warp
-// copies its part of every chunk with cp.async. There is no producer warp: it would cost the registers of four (they are
-// allocated by fours), and registers are what O needs.
+// Copies of Q, K and V into shared memory. From sm_90 on, one warp hands K and V to the tensor copy engine; before,
+// every warp copies its part of every chunk with cp.async. There is no producer warp: it would cost the registers of
+// four (they are allocated by fours), and registers are what O needs.
 #pragma once
 
 #include "params.cuh"
@@ -8,10 +8,12 @@
 
 namespace ffpa {
 
-// This warp's part of a chunk. Eight lanes copy the 128 bytes of a panel's row, a warp four rows at a time. `source` is the
-// chunk's first element; rows from `rows` on and columns from `cols` on are zeros. kWhole: the caller knows of none.
+// This warp's part of a chunk. Eight lanes copy the 128 bytes of a panel's row, a warp four rows at a time. `source` is
+// the chunk's first element; rows from `rows` on and columns from `cols` on are zeros. kWhole: the caller knows of
+// none.
 template <int kChunkRows, int kChunkCols, bool kWhole>
-__device__ __forceinline__ void copy_part(u32 slot, const u16* source, i64 stride, int rows, int cols, int warp, int lane) {
+__device__ __forceinline__ void copy_part(u32 slot, const u16* source, i64 stride, int rows, int cols, int warp,
+                                          int lane) {
   constexpr int kQuads = kChunkRows / 4, kPanels = kChunkCols / 64;
   constexpr int kWarpsDown = kQuads < kWarps ? kQuads : kWarps;  // the warps share the rows, and what is left of
   constexpr int kWarpsAcross = kWarps / kWarpsDown;              // them the panels
@@ -38,7 +40,8 @@ __device__ __forceinline__ void copy_part(u32 slot, const u16* source, i64 strid
 }
 
 template <int kChunkRows, int kChunkCols>
-__device__ __forceinline__ void copy_chunk(u32 slot, const u16* source, i64 stride, int rows, int cols, int warp, int lane) {
+__device__ __forceinline__ void copy_chunk(u32 slot, const u16* source, i64 stride, int rows, int cols, int warp,
+                                           int lane) {
   if (rows >= kChunkRows && cols >= kChunkCols) {
     copy_part<kChunkRows, kChunkCols, true>(slot, source, stride, rows, cols, warp, lane);
   } else {
@@ -67,9 +70,16 @@ __device__ __forceinline__ void copy_queries(u32 shared, const ForwardParams& p,
 // Fills the ring with the chunks of tiles [first, end), the last tile first: K in column chunks, then V.
 class Loader {
  public:
-  __device__ __forceinline__ Loader(const ForwardParams& p, u32 shared, int batch, int head_kv, int first, int end, int warp,
-                                    int lane)
-      : p_(p), shared_(shared), warp_(warp), lane_(lane), batch_(batch), head_(head_kv), key0_((end - 1) * kKeys), first_key_(first * kKeys),
+  __device__ __forceinline__ Loader(const ForwardParams& p, u32 shared, int batch, int head_kv, int first, int end,
+                                    int warp, int lane)
+      : p_(p),
+        shared_(shared),
+        warp_(warp),
+        lane_(lane),
+        batch_(batch),
+        head_(head_kv),
+        key0_((end - 1) * kKeys),
+        first_key_(first * kKeys),
         k_(static_cast<const u16*>(p.k) + batch * p.k_stride[0] + head_kv * p.k_stride[1]),
         v_(static_cast<const u16*>(p.v) + batch * p.v_stride[0] + head_kv * p.v_stride[1]) {}
 
@@ -91,7 +101,8 @@ class Loader {
       const int row0 = key0_ + (chunk_ - kKeyChunks) / kParts * kValueRows;
       const int col0 = (chunk_ - kKeyChunks) % kParts * kValueCols;
       if constexpr (kTma) {
-        boxes<kValueRows>(full, slot, &p_.v_map, row0, col0, kValueCols, head_ * p_.v_head_step, batch_ * p_.v_batch_step);
+        boxes<kValueRows>(full, slot, &p_.v_map, row0, col0, kValueCols, head_ * p_.v_head_step,
+                          batch_ * p_.v_batch_step);
       } else {
         copy_chunk<kValueRows, kValueCols>(slot, v_ + row0 * p_.v_stride[2] + col0, p_.v_stride[2], p_.len_kv - row0,
                                            p_.head_dim - col0, warp_, lane_);
@@ -110,8 +121,7 @@ class Loader {
     const int panels = (kHeadDim - col < cols ? kHeadDim - col : cols) / 64;
     if (lane_ == 0) barrier_arrive_expecting(full, panels * panel_bytes(kChunkRows));
     __syncwarp();
-    if (lane_ < panels)
-      copy_box(slot + lane_ * panel_bytes(kChunkRows), map, col + lane_ * 64, row, head, batch, full);
+    if (lane_ < panels) copy_box(slot + lane_ * panel_bytes(kChunkRows), map, col + lane_ * 64, row, head, batch, full);
   }
 
   const ForwardParams& p_;

@@ -26,14 +26,14 @@ __device__ __forceinline__ void copy_16_or_zero(u32 destination, const void* sou
                "r"(valid ? 16 : 0));
 }
 
-// A box of 64 columns by the tensor map's rows, at (column, row, head, batch), by the tensor copy engine (sm_90). What lies
-// outside the tensor arrives as zeros. `barrier` counts the bytes.
+// A box of 64 columns by the tensor map's rows, at (column, row, head, batch), by the tensor copy engine (sm_90). What
+// lies outside the tensor arrives as zeros. `barrier` counts the bytes.
 __device__ __forceinline__ void copy_box(u32 destination, const void* map, int column, int row, int head, int batch,
                                          u32 barrier) {
 #if __CUDA_ARCH__ >= 900
   asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], [%6];" ::"r"(
-          destination),
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], "
+      "[%6];" ::"r"(destination),
       "l"(map), "r"(column), "r"(row), "r"(head), "r"(batch), "r"(barrier)
       : "memory");
 #endif
@@ -59,7 +59,8 @@ __device__ __forceinline__ void barrier_arrive(u32 barrier) {
 // One arrival, and `bytes` more to come from the tensor copy engine.
 __device__ __forceinline__ void barrier_arrive_expecting(u32 barrier, u32 bytes) {
 #if __CUDA_ARCH__ >= 900
-  asm volatile("{\n .reg .b64 state;\n mbarrier.arrive.expect_tx.shared.b64 state, [%0], %1;\n}" ::"r"(barrier), "r"(bytes)
+  asm volatile("{\n .reg .b64 state;\n mbarrier.arrive.expect_tx.shared.b64 state, [%0], %1;\n}" ::"r"(barrier),
+               "r"(bytes)
                : "memory");
 #endif
 }
@@ -137,13 +138,13 @@ __device__ __forceinline__ void multiply_f32(float (&c)[4], const u32 (&a)[4], u
 
 // With an fp16 accumulator: two registers of two values, rows as in the fp32 one.
 __device__ __forceinline__ void multiply_f16(u32 (&c)[2], const u32 (&a)[4], u32 b0, u32 b1) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f16.f16.f16.f16 {%0, %1}, {%2, %3, %4, %5}, {%6, %7}, {%0, %1};"
-      : "+r"(c[0]), "+r"(c[1])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f16.f16.f16.f16 {%0, %1}, {%2, %3, %4, %5}, {%6, %7}, {%0, %1};"
+               : "+r"(c[0]), "+r"(c[1])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// ---- arithmetic ------------------------------------------------------------------------------------------------------
+// ---- arithmetic
+// ------------------------------------------------------------------------------------------------------
 
 // 2 ** x; exactly 0 for -inf.
 __device__ __forceinline__ float exp2_fast(float x) {

@@ -10,10 +10,11 @@ namespace ffpa {
 
 constexpr float kLog2e = 1.44269504088896340736f;
 constexpr float kLn2 = 0.69314718055994530942f;
-constexpr float kInfinity = __builtin_bit_cast(float, 0x7f800000u);  // the one spelling that NVRTC knows without headers
+constexpr float kInfinity =
+    __builtin_bit_cast(float, 0x7f800000u);  // the one spelling that NVRTC knows without headers
 
-// A thread holds of each 16-row mma tile rows lane / 4 and lane / 4 + 8, here "halves" 0 and 1, and of each 8-key one keys
-// 2 * (lane % 4) and the next.
+// A thread holds of each 16-row mma tile rows lane / 4 and lane / 4 + 8, here "halves" 0 and 1, and of each 8-key one
+// keys 2 * (lane % 4) and the next.
 using Scores = float[kRowTiles][kKeyTiles][4];
 
 // Scores are kept in units of log2, but in natural ones under an additive mask: multiplied by log2(e), the "minimum"

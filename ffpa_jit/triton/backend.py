@@ -15,6 +15,7 @@ import torch
 
 from ffpa_jit.problem import Problem, Refusal, device_arch
 from ffpa_jit.settings import workspace_bytes
+from ffpa_jit.triton import bundle
 from ffpa_jit.triton.configs import FAMILIES, family
 from ffpa_jit.triton.schedule import TILE, minimum_bytes
 
@@ -106,11 +107,11 @@ class TritonKernels:
 
     def estimate(self, problem: Problem) -> float:
         """About how many microseconds, from an H200: the host needs 230 for the launches of a forward and 350 more for
-        those of a backward; then the GPU does 450 TFLOP/s over whole tiles."""
+        those of a backward; then the GPU does 450 TFLOP/s over whole tiles, or reads 2.2 TB/s of keys and values."""
         product = problem.product_mflop(TILE)
         if problem.needs_grad:
             return max(580.0, product * 7.0 / 450.0)
-        return max(230.0, product * 2.0 / 450.0)
+        return max(230.0, product * 2.0 / 450.0, problem.cache_mb() / 2.2)
 
     def warm(self, problem: Problem) -> None:
         """Compile what ``problem`` needs by running it once on random data of the smallest size that does."""
@@ -148,6 +149,8 @@ def _compiling(direction: str, arch: str, query: torch.Tensor, is_causal: bool) 
     if key in _compiled or arch == "interpreter":
         return nullcontext()
     _compiled.add(key)
+    # What `ffpa_jit.warm` compiled goes to where Triton looks.
+    bundle.serve(arch, query.shape[-1], str(query.dtype).removeprefix("torch."), direction)
     return _announced(
         direction, f"head dim {query.shape[-1]}, {query.dtype}, {'causal' if is_causal else 'full'}, {arch}"
     )

@@ -9,7 +9,8 @@ To launch, Triton also needs C modules of its own, which it compiles with the ho
 `cuda_utils`, and up to Triton 3.6 one `__triton_launcher` a signature. `helper_modules` makes them without a GPU. They
 link against libcuda.so.1; where there is none, a stub stands in, which only the compiling process ever loads.
 
-Works with Triton 3.4 to 3.9. What a kernel was compiled for does not depend on the machine's processors or memory.
+Works with Triton 3.5 to 3.9; 3.4 compiles the forward only, because the backward has a recursive function. Kernels do
+not depend on how many processors or how much memory a device has.
 """
 
 from __future__ import annotations
@@ -175,7 +176,10 @@ def compile_call(
     with compile_only(arch) as launches:
         for sample in samples:
             for is_causal in causal:
-                _call(sample, arch, head_dim, dtype, is_causal, forward, backward)
+                try:
+                    _call(sample, arch, head_dim, dtype, is_causal, forward, backward)
+                except RecursionError:
+                    raise RuntimeError("Triton 3.4 cannot compile the backward: pip install 'triton>=3.5'") from None
     first: dict[str, Launch] = {}
     for launch in launches:
         first.setdefault(launch.kernel.hash, launch)

@@ -53,7 +53,8 @@ def _become(uid: int, scratch: str) -> None:
 
 def main(options: dict[str, Any]) -> None:
     _import_without_torch()
-    from ffpa_jit import cache, lock
+    from ffpa_jit import cache
+    from ffpa_jit.cache import lock
 
     messages: list[str] = []
     handler = logging.Handler()

@@ -22,10 +22,16 @@ import torch  # noqa: E402
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.fixture(scope="session")
+def _session_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("ffpa-jit-cache")
+
+
 @pytest.fixture(autouse=True)
-def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("FFPA_JIT_STRICT", "FFPA_JIT_WORKSPACE_MB"):
-        monkeypatch.delenv(name, raising=False)
+def _clean_environment(monkeypatch: pytest.MonkeyPatch, _session_cache: Path) -> None:
+    for name in [name for name in os.environ if name.startswith("FFPA_JIT_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("FFPA_JIT_CACHE_DIR", str(_session_cache))  # never the user's
     torch.manual_seed(0)
 
 

@@ -23,8 +23,8 @@ from pathlib import Path
 import pytest
 
 from ffpa_jit import cache as cache_module
-from ffpa_jit import files, lock, settings
-from ffpa_jit.cache import Built, Cache, Entry, Key, default_cache
+from ffpa_jit import settings
+from ffpa_jit.cache import Built, Cache, Entry, Key, default_cache, files, lock
 from tests.cpu import cache_worker
 from tests.cpu.cache_worker import FIELDS, artefact_of
 
@@ -164,7 +164,7 @@ def test_every_field_changes_the_key(field):
 def test_the_schema_and_a_new_field_of_the_spec_change_the_key(monkeypatch):
     before = KEY.digest
     assert Key(**{**FIELDS, "spec": {**FIELDS["spec"], "extra": 0}}).digest != before
-    monkeypatch.setattr("ffpa_jit.entries.SCHEMA", 2)
+    monkeypatch.setattr("ffpa_jit.cache.entries.SCHEMA", 2)
     assert KEY.digest != before
 
 
@@ -488,10 +488,10 @@ def test_a_good_entry_that_replaced_the_bad_one_meanwhile_is_not_thrown_away(cac
         try:
             return load(path, root, read_only, **kwargs)
         finally:  # judged; before it is moved away somebody else does all of this
-            monkeypatch.setattr("ffpa_jit.store.load", load)
+            monkeypatch.setattr("ffpa_jit.cache.store.load", load)
             get(Cache(tmp_path / "root"))
 
-    monkeypatch.setattr("ffpa_jit.store.load", slow)
+    monkeypatch.setattr("ffpa_jit.cache.store.load", slow)
     assert cache.find(KEY) is None
     assert get(cache, build=never).artefact.read_bytes() == GOOD
 

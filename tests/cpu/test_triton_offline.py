@@ -98,7 +98,7 @@ def test_what_is_there_is_needed(carried, tmp_path):
     there = {"FFPA_JIT_CACHE_DIR": str(tmp_path / "ours"), "TRITON_CACHE_DIR": str(tmp_path / "triton"),
              "TRITON_LIBCUDA_PATH": libcuda, "CC": "/bin/false"}  # fmt: skip
     code = PLAY.replace("offline.compile_call(", "[] and offline.compile_call(")
-    with pytest.raises(AssertionError, match="CalledProcessError|cannot be compiled"):
+    with pytest.raises(AssertionError, match="cannot be compiled"):
         run_python(f"RESTORE = 'import'\nimport json\n{code}", **there)
 
 

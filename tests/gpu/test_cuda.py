@@ -15,8 +15,9 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from ffpa_jit import CUDABackend, ffpa_attn_func, warm
-from ffpa_jit.cuda import kernels
+from ffpa_jit.cuda import dense, instantiate, kernels, recipe
 from ffpa_jit.cuda.instantiate import HEAD_DIMS
+from ffpa_jit.problem import device_arch
 from tests import oracle, philox
 from tests.shapes import EMPTY, LARGE, LAYOUTS, Shape, gemma_like, late_maximum, leaves, make
 
@@ -409,6 +410,39 @@ def test_calls_that_triton_does_not_run_come_here_by_themselves():
     mask = torch.rand(300, 500, device="cuda") < 0.5
     out = ffpa_attn_func(q, k, v, attn_mask=mask, enable_gqa=True)
     assert torch.equal(out, attend(q, k, v, attn_mask=mask)[0])
+
+
+@pytest.fixture
+def older(monkeypatch, tmp_path):
+    """Pretend that this GPU has the shared memory of an older one, no tensor copy engine, and fast fp16 sums."""
+    arch = device_arch("cuda", 0)
+
+    def pretend(kib: int) -> None:
+        monkeypatch.setenv("FFPA_JIT_CACHE_DIR", str(tmp_path))
+        monkeypatch.setitem(instantiate.ARCHS, arch, kib)
+        monkeypatch.setattr(instantiate, "FAST_F16", (arch,))
+        for module in (instantiate, dense):
+            monkeypatch.setattr(module, "has_tma", lambda arch: False)
+        recipe.source_digest.cache_clear()
+        kernels.forget()
+
+    yield pretend
+    monkeypatch.undo()
+    recipe.source_digest.cache_clear()
+    kernels.forget()
+
+
+@pytest.mark.parametrize("kib", [99, 163])
+@pytest.mark.parametrize("head_dim", [320, 448, 512, 640, 1024])
+def test_what_older_gpus_run_is_right_here(older, kib, head_dim):
+    older(kib)
+    for dtype, stages in ((torch.bfloat16, None), (torch.float16, 2 if kib == 99 else 3)):
+        for shape in (Shape(1, 4, 2, 200, 333, head_dim, True), Shape(2, 1, 1, 65, 500, head_dim - 8)):
+            q, k, v, _ = make(shape, dtype, "cuda", layout="bshd")
+            out, lse = attend(q, k, v, CUDABackend(stages=stages), is_causal=shape.is_causal)
+            oracle.check(q, k, v, out=out, lse=lse, is_causal=shape.is_causal)
+    out, lse = attend(q, k, v, CUDABackend(acc="f16"))
+    assert oracle.relative_error(out, oracle.attention(q, k, v).out) < F16_ERROR
 
 
 CHILD = """

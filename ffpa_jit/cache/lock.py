@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ffpa_jit import files
+from ffpa_jit.cache import files
 
 if TYPE_CHECKING:
     from filelock import BaseFileLock

@@ -10,8 +10,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from ffpa_jit import files
-from ffpa_jit.files import PLAIN_NAME, Refused
+from ffpa_jit.cache import files
+from ffpa_jit.cache.files import PLAIN_NAME, Refused
 
 __all__ = ["LOG", "META", "STAMP", "Built", "Entry", "Key", "load", "seal"]
 

@@ -12,7 +12,7 @@ import tarfile
 from collections.abc import Iterable
 from pathlib import Path
 
-from ffpa_jit.files import PLAIN_NAME, make_directory, private_name, remove, write
+from ffpa_jit.cache.files import PLAIN_NAME, make_directory, private_name, remove, write
 
 __all__ = ["pack", "unpack"]
 

@@ -11,10 +11,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ffpa_jit import files
-from ffpa_jit.archive import pack
-from ffpa_jit.entries import LOG, META, RESERVED, STAMP, Entry, Key, load
-from ffpa_jit.files import Refused
+from ffpa_jit.cache import files
+from ffpa_jit.cache.archive import pack
+from ffpa_jit.cache.entries import LOG, META, RESERVED, STAMP, Entry, Key, load
+from ffpa_jit.cache.files import Refused
 
 __all__ = ["Store"]
 

@@ -29,11 +29,12 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ffpa_jit import files, lock, settings
-from ffpa_jit.archive import unpack
-from ffpa_jit.entries import LOG, META, Built, Entry, Key, load, seal
-from ffpa_jit.files import Refused
-from ffpa_jit.store import Store
+from ffpa_jit import settings
+from ffpa_jit.cache import files, lock
+from ffpa_jit.cache.archive import unpack
+from ffpa_jit.cache.entries import LOG, META, Built, Entry, Key, load, seal
+from ffpa_jit.cache.files import Refused
+from ffpa_jit.cache.store import Store
 
 __all__ = ["Built", "Cache", "Entry", "Key", "default_cache"]
 
