@@ -173,13 +173,17 @@ def plan(problem: Problem, forward: Backend | None, backward: Backend | None) ->
         _require(forward, "forward", _forward_refusals(problem, forward, backward))
         chosen = forward
     else:
+        willing: list[Backend] = []
         for name in PREFERENCE:
             options = backward if backward is not None and backward.name == name else DEFAULTS[name]
             reasons = _forward_refusals(problem, options, backward)
-            if not reasons:
-                chosen = options
-                break
-            passed_over[name] = reasons
+            if reasons:
+                passed_over[name] = reasons
+                continue
+            willing.append(options)
+            if needs_grad or problem.arch == "interpreter":
+                break  # what a backend needs for its gradients is not in the other's estimate
+        chosen = _fastest(willing, problem) or chosen
         if chosen.name != "sdpa" and backward is None and not problem.wants_lse:
             slower = _slower_than_sdpa(chosen.name, problem)
             if slower is not None:
