@@ -140,12 +140,14 @@ def sdpa() -> Attention:
     return call
 
 
-def ours(forward_backend: str | None = None) -> Attention:
-    from ffpa_jit import ffpa_attn_func
+def ours(forward_backend: str | None = None, **backend_options: object) -> Attention:
+    from ffpa_jit import CUDABackend, ffpa_attn_func
+
+    backend = CUDABackend(**backend_options) if backend_options else forward_backend
 
     def call(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, **options: object) -> Tensor:
         options.update(is_causal=is_causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
-        return ffpa_attn_func(q, k, v, forward_backend=forward_backend, **options)
+        return ffpa_attn_func(q, k, v, forward_backend=backend, **options)
 
     return call
 
@@ -180,6 +182,7 @@ PEERS: dict[str, Callable[[], Attention]] = {
     "sdpa": sdpa,
     "ours": ours,
     "ours-cuda": lambda: ours("cuda"),
+    "ours-cuda-f16": lambda: ours("cuda", acc="f16"),  # with --dtype float16
     "flex": flex,
     "ffpa_attn-triton": lambda: ffpa_attn("triton"),
     "ffpa_attn-cutedsl": lambda: ffpa_attn("cutedsl"),
@@ -433,6 +436,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16"))
     parser.add_argument("--milliseconds", type=float, default=150, help="timed per case and peer")
     parser.add_argument("--seconds", type=float, default=1e9, help="start no new case after this long")
+    parser.add_argument("--suffix", default="", help="of the files' names")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the .md, .json and .png")
     return parser.parse_args(argv)
 
@@ -465,7 +469,7 @@ def main(argv: list[str] | None = None) -> int:
     rows: list[Row] = []
     for case in cases:  # peers alternate within a case, so that a drift of the clocks touches all alike
         for peer, call in calls.items():
-            if case.group == "backward" and peer == "ours-cuda":
+            if case.group == "backward" and peer.startswith("ours-cuda"):
                 continue  # it has none: these are the gradients of "ours"
             if time.monotonic() - began > options.seconds:
                 print(f"{case.group} {case.name}, {peer}: no time left", flush=True)
@@ -499,7 +503,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     print("\n" + text)
     options.out.mkdir(parents=True, exist_ok=True)
-    stem = options.out / re.sub(r"[^0-9A-Za-z]+", "-", f"{device}-{options.dtype}").strip("-").lower()
+    stem = options.out / re.sub(r"[^0-9A-Za-z]+", "-", f"{device}-{options.dtype}{options.suffix}").strip("-").lower()
     Path(f"{stem}.md").write_text(text)
     record = {
         "device": device,
