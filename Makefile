@@ -1,6 +1,7 @@
 # make demo      run the main job here: on a GPU against SDPA; without one, the same kernels interpreted and compiled
 # make test      lint, types and the tests that need no GPU
 # make test-gpu  the tests that need one
+# make compile-matrix  compile every CUDA instantiation for every architecture (half an hour on two cores)
 # make bench     the measured table, plot included, under bench/results
 #
 # Variables: PYTHON (interpreter of the new environment), VENV (its folder), TORCH (pip requirements for torch and
@@ -31,7 +32,7 @@ endif
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
-.PHONY: demo test test-gpu lint bench clean
+.PHONY: demo test test-gpu lint compile-matrix bench clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python examples/demo.py
@@ -47,6 +48,9 @@ lint: $(VENV)/.dev
 test-gpu: $(VENV)/.dev
 	-$(PIP) install transformers
 	$(BIN)/python -m pytest tests/gpu -q --durations=10
+
+compile-matrix: $(VENV)/.dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/cpu/test_cuda_kernels.py -q -m matrix -n $(JOBS)
 
 bench: $(VENV)/.dev
 	-$(PIP) install matplotlib

@@ -225,9 +225,9 @@ def cublas_rate(clock: Clock) -> float:
     return 2 * 8192**3 / clock.median(lambda: a @ b) / 1e9
 
 
-def host_microseconds(call: Attention) -> float:
+def host_microseconds(call: Attention, dtype: torch.dtype) -> float:
     """Host time of one small eager forward call, the queue never full."""
-    q, k, v = (torch.randn(1, 8, 64, 512, dtype=torch.bfloat16, device="cuda") for _ in range(3))
+    q, k, v = (torch.randn(1, 8, 64, 512, dtype=dtype, device="cuda") for _ in range(3))
     with torch.no_grad():
         for _ in range(20):
             call(q, k, v, False, 512**-0.5)
@@ -390,8 +390,9 @@ def tables(rows: list[Row], peers: list[str]) -> str:
                     continue
                 share = "" if math.isnan(r.fraction) else f" ({r.fraction:.2f})"
                 cells.append(f"{r.rate:.0f}{share}; {r.error:.1e}; {r.extra_mib:.0f}")
-            if {"ours", "sdpa"} <= by_peer.keys():
-                speedup = f"{by_peer['sdpa'].milliseconds / by_peer['ours'].milliseconds:.2f}x"
+            mine = next((by_peer[peer] for peer in ("ours", "ours-cuda") if peer in by_peer), None)
+            if mine is not None and "sdpa" in by_peer:
+                speedup = f"{by_peer['sdpa'].milliseconds / mine.milliseconds:.2f}x"
             else:
                 speedup = "-"
             lines.append(f"| {name} | " + " | ".join(cells) + f" | {speedup} |")
@@ -460,7 +461,7 @@ def main(argv: list[str] | None = None) -> int:
     for peer in options.peers.split(","):
         try:
             calls[peer] = PEERS[peer]()
-            host[peer] = host_microseconds(calls[peer])
+            host[peer] = host_microseconds(calls[peer], dtype)
             print(f"{peer}: {host[peer]:.0f} us of host time for a small call", flush=True)
         except Exception as error:  # a peer that is missing or broken must not end the run
             calls.pop(peer, None)

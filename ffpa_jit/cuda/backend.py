@@ -111,11 +111,11 @@ class CUDAKernels:
             _loaded(spec)
 
     def estimate(self, problem: Problem) -> float:
-        """About how many microseconds, from an H200: 50 for the launch, then 330 TFLOP/s over tiles of 64 rows, which
-        the heads of a group share, or 2.5 TB/s of keys and values. Gradients are another's and not counted."""
+        """About how many microseconds, from an H200: 80 for the launch, then 330 TFLOP/s over tiles of 64 rows, which
+        the heads of a group share, or 3 TB/s of keys and values. Gradients are another's and not counted."""
         rows = -(-problem.len_q * (problem.heads_q // problem.heads_kv) // 64) * 64
         scores = problem.batch * problem.heads_kv * rows * problem.len_kv * (0.5 if problem.is_causal else 1.0)
-        return max(50.0, scores * problem.head_dim * 4.0e-6 / 330.0, problem.cache_mb() / 2.5)
+        return max(80.0, scores * problem.head_dim * 4.0e-6 / 330.0, problem.cache_mb() / 3.0)
 
 
 _unloadable: dict[KernelSpec, str] = {}

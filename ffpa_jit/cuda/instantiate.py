@@ -6,6 +6,7 @@ Plain arithmetic: nothing here imports torch, touches a device or runs a compile
 from __future__ import annotations
 
 import ctypes
+import functools
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -107,6 +108,7 @@ def _shared_bytes(tile: Tile, head_dim: int, stages: int) -> int:
     )
 
 
+@functools.cache
 def tile_of(spec: KernelSpec) -> Tile:
     """The tile shape of `spec`: the first of its head dim's shapes that fits the architecture's shared memory.
 

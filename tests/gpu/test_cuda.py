@@ -423,13 +423,16 @@ def older(monkeypatch, tmp_path):
         monkeypatch.setattr(instantiate, "FAST_F16", (arch,))
         for module in (instantiate, dense):
             monkeypatch.setattr(module, "has_tma", lambda arch: False)
+        forget()
+
+    def forget() -> None:
+        instantiate.tile_of.cache_clear()
         recipe.source_digest.cache_clear()
         kernels.forget()
 
     yield pretend
     monkeypatch.undo()
-    recipe.source_digest.cache_clear()
-    kernels.forget()
+    forget()
 
 
 @pytest.mark.parametrize("kib", [99, 163])
