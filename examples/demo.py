@@ -1,9 +1,11 @@
 #!/usr/bin/env python3
 """The main job in one run, on whatever machine this is.
 
-With a GPU: forward and backward at D=512, JIT-compiled, timed against PyTorch's SDPA and checked against float64.
+With a GPU: forward and backward at D=512, JIT-compiled, timed against PyTorch's SDPA and checked against float64; then a
+masked forward and decoding on the CUDA kernels.
 Without: the same kernels through Triton's interpreter on a small problem, checked against float64; then the kernels are
-compiled for sm_90, which takes no GPU, and their registers, spills and shared memory are printed.
+compiled for sm_90, which takes no GPU, and their registers, spills and shared memory are printed; then one CUDA kernel, if
+nvcc or NVRTC is there.
 
 Try it with another head dim: python examples/demo.py --head-dim 640
 """
@@ -101,6 +103,25 @@ def on_a_gpu(head_dim: int) -> bool:
         del out
     ratios = [a / b for a, b in zip(times["SDPA"], times["ours"], strict=True)]
     print(f"{'faster by':>40}  {ratios[0]:8.2f} x {'':13}  {ratios[1]:8.2f} x")
+    return on_cuda_kernels(q.detach(), k.detach(), v.detach()) and right
+
+
+def on_cuda_kernels(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """A masked forward and decoding, which the CUDA kernels run, beside SDPA."""
+    n = k.shape[2]
+    mask = torch.arange(n, device="cuda") < 7 * n // 8
+    right = True
+    print("\nno gradients                                             SDPA        ours    difference")
+    for name, rows, options in (
+        ("key-padding mask", q, {"attn_mask": mask[None, None, None]}),
+        ("decoding, 1 query", q[:, :, :1], {}),
+    ):
+        with torch.no_grad():
+            call = {f: milliseconds(lambda f=f: f(rows, k, v, **options)) for f in (SDPA, ffpa_attn_func)}
+            a, b = (f(rows, k, v, **options).double() for f in (SDPA, ffpa_attn_func))
+        error = ((a - b).norm() / a.norm()).item()
+        right = right and error < 2e-2
+        print(f"{name:>50} {call[SDPA]:8.3f} ms {call[ffpa_attn_func]:8.3f} ms  {error:.1e}")
     return right
 
 
@@ -126,7 +147,22 @@ def without_a_gpu(head_dim: int) -> bool:
         ],
         env=environment,
     )
-    return right and done.returncode == 0
+    return compile_one_cuda_kernel(head_dim) and right and done.returncode == 0
+
+
+def compile_one_cuda_kernel(head_dim: int) -> bool:
+    """For sm_90, into the cache, where a compiler is found."""
+    from ffpa_jit.cuda import kernels
+    from ffpa_jit.cuda.build import find_compiler
+    from ffpa_jit.cuda.instantiate import spec_for
+
+    compiler = find_compiler()
+    if compiler is None:
+        print("\nno nvcc and no NVRTC: no CUDA kernel is compiled (`ffpa-jit info` says what was looked for)")
+        return True
+    entry, how, seconds = kernels.warm(spec_for("sm_90", head_dim, "bf16"))
+    print(f"\nCUDA kernel {entry.path.name}: {how} in {seconds:.1f} s with {compiler.ident}")
+    return entry.artefact.is_file()
 
 
 def main() -> int:
