@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 """The main job in one run, on whatever machine this is.
 
-With a GPU: forward and backward at D=512, JIT-compiled, timed against PyTorch's SDPA and checked against float64; then a
-masked forward and decoding on the CUDA kernels.
+With a GPU: forward and backward at D=512, JIT-compiled, timed against PyTorch's SDPA and checked against float64; then
+a masked forward and decoding on the CUDA kernels.
 Without: the same kernels through Triton's interpreter on a small problem, checked against float64; then the kernels are
-compiled for sm_90, which takes no GPU, and their registers, spills and shared memory are printed; then one CUDA kernel, if
-nvcc or NVRTC is there.
+compiled for sm_90, which takes no GPU, and their registers, spills and shared memory are printed; then one CUDA kernel,
+if nvcc or NVRTC is there.
 
 Try it with another head dim: python examples/demo.py --head-dim 640
 """
@@ -13,6 +13,7 @@ Try it with another head dim: python examples/demo.py --head-dim 640
 from __future__ import annotations
 
 import argparse
+import functools
 import math
 import os
 import subprocess
@@ -116,12 +117,13 @@ def on_cuda_kernels(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
         ("key-padding mask", q, {"attn_mask": mask[None, None, None]}),
         ("decoding, 1 query", q[:, :, :1], {}),
     ):
+        calls = [functools.partial(f, rows, k, v, **options) for f in (SDPA, ffpa_attn_func)]
         with torch.no_grad():
-            call = {f: milliseconds(lambda f=f: f(rows, k, v, **options)) for f in (SDPA, ffpa_attn_func)}
-            a, b = (f(rows, k, v, **options).double() for f in (SDPA, ffpa_attn_func))
+            theirs, ours = (milliseconds(call) for call in calls)
+            a, b = (call().double() for call in calls)
         error = ((a - b).norm() / a.norm()).item()
         right = right and error < 2e-2
-        print(f"{name:>50} {call[SDPA]:8.3f} ms {call[ffpa_attn_func]:8.3f} ms  {error:.1e}")
+        print(f"{name:>50} {theirs:8.3f} ms {ours:8.3f} ms  {error:.1e}")
     return right
 
 
