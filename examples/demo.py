@@ -80,7 +80,7 @@ def on_a_gpu(head_dim: int) -> bool:
     new = {"dtype": torch.bfloat16, "device": "cuda"}
     q, do = (torch.randn(1, 4, 1024, head_dim, **new) for _ in range(2))
     k, v = (torch.randn(1, 2, 1024, head_dim, **new) for _ in range(2))
-    print(explain(q, k, v, is_causal=True, enable_gqa=True))
+    print(explain(q.detach().requires_grad_(), k, v, is_causal=True, enable_gqa=True))
     start = time.perf_counter()
     right = check(q, k, v, do)
     print(f"first calls, compilation included: {time.perf_counter() - start:.1f} s\n")
@@ -131,7 +131,7 @@ def without_a_gpu(head_dim: int) -> bool:
     print("no GPU: the Triton kernels run through Triton's interpreter, on a small problem in fp16\n")
     q, do = (torch.randn(1, 2, 130, head_dim, dtype=torch.float16) for _ in range(2))
     k, v = (torch.randn(1, 1, 200, head_dim, dtype=torch.float16) for _ in range(2))
-    print(explain(q, k, v, is_causal=True, enable_gqa=True))
+    print(explain(q.detach().requires_grad_(), k, v, is_causal=True, enable_gqa=True))
     start = time.perf_counter()
     right = check(q, k, v, do)
     print(f"interpreted in {time.perf_counter() - start:.1f} s\n")

@@ -1,4 +1,4 @@
-"""Exact attention for head dims 257 to 1024 in PyTorch.
+"""Exact attention for head dims above 256, in multiples of 8 up to 1024, in PyTorch.
 
     from ffpa_jit import ffpa_attn_func
     out = ffpa_attn_func(query, key, value, is_causal=True, enable_gqa=True)

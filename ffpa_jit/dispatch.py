@@ -215,8 +215,8 @@ def plan(problem: Problem, forward: Backend | None, backward: Backend | None) ->
             *passed_over.get(chosen.name, ()),
             Refusal(
                 "recompute",
-                "no backend computes the gradients of this call, and SDPA's need SDPA's forward, so that another one "
-                f"before it is lost time; name the forward ({chosen.name!r}) to run it all the same",
+                "no backend computes the gradients of this call, and SDPA's backward needs SDPA's own forward, so that "
+                f"running another one before it would be wasted; forward_backend={chosen.name!r} forces it",
             ),
         )
         return _plan(DEFAULTS["sdpa"], DEFAULTS["sdpa"], passed_over)

@@ -20,6 +20,7 @@ from ffpa_jit.toolchain import BuildError, ToolchainError
 __all__ = ["BACKEND", "CUDAKernels"]
 
 _DEFAULT = CUDABackend()
+_MOST = 2**31 - 2**16  # rows, keys and blocks are counted in 32 bits, and rounded up to tiles
 
 
 class CUDAKernels:
@@ -39,12 +40,10 @@ class CUDAKernels:
         if problem.dropout_p >= 1.0:
             found.append(Refusal("dropout-all", "dropout_p is 1.0, which drops everything; SDPA takes it"))
         group = problem.heads_q // problem.heads_kv if problem.heads_kv else 1
-        if (
-            problem.len_q * group >= 2**31
-            or problem.batch * problem.heads_kv * (problem.len_q * group // 16 + 1) >= 2**31
-        ):
+        blocks = problem.batch * problem.heads_kv * (problem.len_q * group // 16 + 1)
+        if problem.len_q * group >= _MOST or problem.len_kv >= _MOST or blocks >= _MOST:
             found.append(
-                Refusal("size", "the call has 2**31 rows of scores or more for one key head, or as many blocks")
+                Refusal("size", f"one key head has {_MOST} query rows or keys, or the call as many blocks; split it")
             )
         if problem.arch not in ARCHS:
             found.append(Refusal("arch", f"{problem.arch} has no CUDA kernel; supported are {', '.join(ARCHS)}"))
@@ -111,8 +110,9 @@ class CUDAKernels:
             _loaded(spec)
 
     def estimate(self, problem: Problem) -> float:
-        """About how many microseconds, from an H200: 80 for the launch, then 330 TFLOP/s over tiles of 64 rows, which
-        the heads of a group share, or 3 TB/s of keys and values. Gradients are another's and not counted."""
+        """About how many microseconds, from an H200: the largest of 80 (the launch), the products at 330 TFLOP/s over
+        tiles of 64 rows, which the heads of a group share, and keys and values at 3 TB/s. Without the gradients, which
+        are another's."""
         rows = -(-problem.len_q * (problem.heads_q // problem.heads_kv) // 64) * 64
         scores = problem.batch * problem.heads_kv * rows * problem.len_kv * (0.5 if problem.is_causal else 1.0)
         return max(80.0, scores * problem.head_dim * 4.0e-6 / 330.0, problem.cache_mb() / 3.0)

@@ -15,10 +15,12 @@ import torch
 __all__ = ["CudaError", "Driver", "driver"]
 
 _NUM_REGS, _MAX_DYNAMIC_SHARED_BYTES = 4, 8  # CUfunction_attribute
-# Codes of CUresult and cudaError_t, whose numbers agree where both have one.
+# Codes of CUresult and cudaError_t, whose numbers agree where both have one: insufficient driver, entry point not
+# found in the driver, invalid image, no binary for this GPU, unsupported PTX version.
 _UNREADABLE = frozenset({35, 36, 200, 209, 222})
 _REMEDIES = {
     35: "the driver is older than the CUDA toolkit that built this kernel: update the driver, or build it here",
+    36: "the driver is older than the CUDA runtime in this kernel's library: update the driver, or build it here",
     200: "the driver cannot read this kernel: it may be older than the compiler that built it",
     209: "the kernel was built for another architecture than this GPU's",
     222: "the driver is older than the compiler that built this kernel",

@@ -44,7 +44,7 @@ class KernelSpec:
 
     @property
     def slug(self) -> str:
-        """Readable name, for example "sm_90-d512-bf16-f32-s4"."""
+        """Readable name, for example "sm_90-d512-bf16-f32-s2"."""
         return f"{self.arch}-d{self.head_dim}-{_DTYPES[self.dtype]}-{self.acc}-s{self.stages}"
 
 
@@ -57,8 +57,8 @@ def spec_for(arch: str, head_dim: int, dtype: str, acc: str = "f32", stages: int
     dtype = {"fp16": "float16", "bf16": "bfloat16"}.get(dtype, dtype)
     if arch not in ARCHS:
         raise ValueError(f"arch={arch!r} has no CUDA kernel; choose one of {', '.join(ARCHS)}")
-    if not 256 < head_dim <= 1024:
-        raise ValueError(f"head_dim={head_dim} has no CUDA kernel; they serve head dims from 257 to 1024")
+    if not 256 < head_dim <= 1024 or head_dim % 8:
+        raise ValueError(f"head_dim={head_dim} has no CUDA kernel; they serve multiples of 8 from 264 to 1024")
     if dtype not in _DTYPES:
         raise ValueError(f"dtype={dtype!r} has no CUDA kernel; choose 'float16' or 'bfloat16'")
     if acc not in ("f32", "f16"):

@@ -64,6 +64,7 @@ constexpr int kRowInfoAt = kStatsAt + kRows * kColWarps * 4;
 constexpr int kBarriersAt = kRowInfoAt + kRows * 24;  // full[stages], empty[stages], query
 constexpr int kSharedBytes = kBarriersAt + (2 * kStages + 1) * 8;
 static_assert(sizeof(RowInfo) == 24);
+static_assert(!kTma || (kRingAt % 1024 == 0 && kSlotBytes % 1024 == 0), "its swizzle is one of address bits");
 static_assert(kSharedBytes == FFPA_SHARED_BYTES, "instantiate.py computes the same sum");
 
 // Chunks in flight before the first one is used. With three stages and more, the slot that is filled next is the one

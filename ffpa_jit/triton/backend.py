@@ -44,13 +44,9 @@ class TritonKernels:
             found.append(Refusal(code, reason))
 
         if problem.has_mask:
-            refuse(
-                "mask", "attn_mask was given; the Triton kernels have no masks but is_causal=True, the CUDA backend has"
-            )
+            refuse("mask", "attn_mask was given; the Triton kernels have no masks but is_causal=True")
         if problem.dropout_p > 0:
-            refuse(
-                "dropout", f"dropout_p is {problem.dropout_p}; the Triton kernels have no dropout, the CUDA backend has"
-            )
+            refuse("dropout", f"dropout_p is {problem.dropout_p}; the Triton kernels have no dropout")
         if problem.device_type != "cuda" and problem.arch != "interpreter":
             refuse(
                 "device",

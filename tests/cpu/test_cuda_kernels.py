@@ -102,8 +102,9 @@ def test_every_instantiation_has_a_tile_that_fits(arch):
     ("arguments", "message"),
     [
         (("sm_75", 512, "float16"), "sm_75"),
-        (("sm_90", 256, "float16"), "257 to 1024"),
-        (("sm_90", 1032, "float16"), "257 to 1024"),
+        (("sm_90", 256, "float16"), "264 to 1024"),
+        (("sm_90", 300, "float16"), "multiples of 8"),
+        (("sm_90", 1032, "float16"), "264 to 1024"),
         (("sm_90", 512, "float32"), "float32"),
         (("sm_90", 512, "bfloat16", "f16"), "float16 inputs"),
         (("sm_90", 512, "float16", "f64"), "f64"),
