@@ -142,6 +142,8 @@ def ffpa_attn_func(
             raise NotImplementedError(f"return_lse=True: SDPA returns no log-sum-exp, and it runs this call: {_SMALL}")
         return sdpa.native(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
 
+    if not isinstance(dropout_p, (int, float, torch.SymInt, torch.SymFloat)) and hasattr(dropout_p, "__float__"):
+        dropout_p = _number("dropout_p", dropout_p)  # a NumPy scalar or a tensor of one element, as SDPA takes them
     _check_kinds(query, key, value, attn_mask, dropout_p, is_causal)
     return_lse = bool(return_lse)
     if attn_mask is None and dropout_p == 0.0 and query.dim() == 4 and ops.unwatched(query, key, value):

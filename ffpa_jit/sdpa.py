@@ -17,6 +17,8 @@ from ffpa_jit.problem import Problem
 
 __all__ = ["backward", "estimate", "fallback", "native"]
 
+_SHIFTABLE = 1e30  # what is beyond is somebody's "minimum", and no bias
+
 native = cast(Callable[..., torch.Tensor], torch._C._nn.scaled_dot_product_attention)
 
 
@@ -37,7 +39,7 @@ def fallback(
     front that make the problem square (they cost time, O(Nkv * D) memory, and are cut off again). With no keys at all
     the output is zeros, connected to autograd.
 
-    An fp32 mask with half-precision inputs is cast to theirs, because SDPA's fused kernels take no other.
+    An fp32 mask with half-precision inputs is brought to theirs, because SDPA's fused kernels take no other.
 
     Any rank >= 2 that SDPA takes. With more queries than keys the call is passed on (rows without a key have no SDPA
     meaning); `ffpa_attn_func` rejects it before.
@@ -47,7 +49,7 @@ def fallback(
         if len_kv == 0:
             return _no_keys(query, key, value, enable_gqa)
         if attn_mask is not None and attn_mask.dtype != query.dtype and attn_mask.dtype == torch.float32:
-            attn_mask = compact(attn_mask).to(query.dtype)
+            attn_mask = _narrowed(compact(attn_mask), query.dtype)
         if is_causal and attn_mask is None and len_q < len_kv:
             if len_q == 1:
                 is_causal = False  # the only query is aligned to the last key and sees all of them
@@ -58,6 +60,17 @@ def fallback(
                 out = native(square, key, value, None, dropout_p, True, scale=scale, enable_gqa=enable_gqa)
                 return out[..., len_kv - len_q :, :]
     return native(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+
+
+def _narrowed(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """An additive fp32 mask in `dtype`, so that the probabilities stay what they are to its precision.
+
+    Softmax does not see what is added to a whole row. With the row's largest value taken off, rounding is finest where
+    the weight is. Rows that are all "minimum" keep it, clamped to a finite one: their keys stay equal, and none hidden.
+    """
+    top = mask.detach().amax(-1, keepdim=True) if mask.shape[-1] else mask.detach().sum(-1, keepdim=True)
+    shifted = mask - torch.where(top.abs() < _SHIFTABLE, top, 0.0)
+    return torch.where(shifted.isneginf(), shifted, shifted.clamp(min=torch.finfo(dtype).min)).to(dtype)
 
 
 def estimate(problem: Problem) -> float:
@@ -112,7 +125,7 @@ def backward(
 
 def _no_keys(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: bool) -> torch.Tensor:
     """Zeros of the output's shape whose gradients are zeros: a product over an empty dimension."""
-    if enable_gqa:
+    if enable_gqa and query.dim() > 2:
         # An expanded empty tensor costs nothing.
         group = query.shape[-3] // max(key.shape[-3], 1)
         key, value = key.repeat_interleave(group, -3), value.repeat_interleave(group, -3)

@@ -20,6 +20,8 @@ from ffpa_jit.toolchain import BuildError, ToolchainError
 __all__ = ["BACKEND", "CUDAKernels"]
 
 _DEFAULT = CUDABackend()
+# The factor of what stays must be an fp16 number, and probabilities are rounded to 1 / 65536 (dropout.cuh).
+_MOST_DROPPED = 1.0 - 2.0**-14
 _MOST = 2**31 - 2**16  # rows, keys and blocks are counted in 32 bits, and rounded up to tiles
 
 
@@ -37,9 +39,12 @@ class CUDAKernels:
             return [Refusal("device", reason)]
         options = options or _DEFAULT
         found = []
-        if problem.dropout_p >= 1.0:
-            found.append(Refusal("dropout-all", "dropout_p is 1.0, which drops everything; SDPA takes it"))
-        group = problem.heads_q // problem.heads_kv if problem.heads_kv else 1
+        if problem.dropout_p > _MOST_DROPPED:
+            reason = (
+                f"dropout_p is {problem.dropout_p}, which drops all but one element in {1 / (1 - _MOST_DROPPED):.0f}"
+            )
+            found.append(Refusal("dropout-all", f"{reason} or more; SDPA takes it"))
+        group = _group(problem)
         blocks = problem.batch * problem.heads_kv * (problem.len_q * group // 16 + 1)
         if problem.len_q * group >= _MOST or problem.len_kv >= _MOST or blocks >= _MOST:
             found.append(
@@ -113,9 +118,13 @@ class CUDAKernels:
         """About how many microseconds, from an H200: the largest of 80 (the launch), the products at 330 TFLOP/s over
         tiles of 64 rows, which the heads of a group share, and keys and values at 3 TB/s. Without the gradients, which
         are another's."""
-        rows = -(-problem.len_q * (problem.heads_q // problem.heads_kv) // 64) * 64
+        rows = -(-problem.len_q * _group(problem) // 64) * 64
         scores = problem.batch * problem.heads_kv * rows * problem.len_kv * (0.5 if problem.is_causal else 1.0)
         return max(80.0, scores * problem.head_dim * 4.0e-6 / 330.0, problem.cache_mb() / 3.0)
+
+
+def _group(problem: Problem) -> int:
+    return problem.heads_q // problem.heads_kv if problem.heads_kv else 1
 
 
 _unloadable: dict[KernelSpec, str] = {}

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import shlex
 import shutil
+import tempfile
 import threading
 import time
 import uuid
@@ -56,6 +58,14 @@ class NvccCompiler:
 
     def compile(self, spec: KernelSpec, directory: Path) -> Built:
         work = directory / "work"
+        if re.search(r"[$:\n]", str(work)):  # torch writes paths into a ninja file, where these mean something
+            work = Path(tempfile.mkdtemp(prefix="ffpa-jit-"))
+        try:
+            return self._compile(spec, directory, work)
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
+
+    def _compile(self, spec: KernelSpec, directory: Path, work: Path) -> Built:
         (work / "empty").mkdir(parents=True)
         for library in _LIBRARIES:
             (work / "empty" / f"lib{library}.a").write_bytes(b"!<arch>\n")
@@ -84,8 +94,7 @@ class NvccCompiler:
         (directory / "build.log").write_text(
             f"{self.ident}: {spec.slug} in {seconds:.1f} s\n{(work / 'build.ninja').read_text(errors='replace')}"
         )
-        library_file.rename(directory / "kernel.so")
-        shutil.rmtree(work)
+        shutil.move(library_file, directory / "kernel.so")
         return Built("kernel.so", {"flags": self.flags(spec)})
 
     @contextmanager

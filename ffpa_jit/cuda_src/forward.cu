@@ -96,14 +96,13 @@ extern "C" __global__ void __launch_bounds__(256) ffpa_combine(const __grid_cons
   for (int split = lane; split < p.splits; split += 32) top = fmaxf(top, p.partial_lse[split * rows + row]);
 #pragma unroll
   for (int step = 16; step > 0; step /= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, step));
+  const float reference = top == -kInfinity ? 0.0f : top;  // no key at all, or NaN everywhere, which must come through
   float total = 0.0f;
-  if (top != -kInfinity) {
-    for (int split = lane; split < p.splits; split += 32)
-      total += exp2_fast((p.partial_lse[split * rows + row] - top) * kLog2e);
-  }
+  for (int split = lane; split < p.splits; split += 32)
+    total += exp2_fast((p.partial_lse[split * rows + row] - reference) * kLog2e);
 #pragma unroll
   for (int step = 16; step > 0; step /= 2) total += __shfl_xor_sync(~0u, total, step);
-  if (lane == 0) p.lse[row] = total == 0.0f ? -kInfinity : top + log2_fast(total) * kLn2;
+  if (lane == 0) p.lse[row] = total == 0.0f ? -kInfinity : reference + log2_fast(total) * kLn2;
 
   u16* out = static_cast<u16*>(p.out) + batch * p.out_stride[0] + head * p.out_stride[1] + query * p.out_stride[2];
   for (int col = lane * 4; col < p.head_dim; col += 128) {
@@ -111,7 +110,7 @@ extern "C" __global__ void __launch_bounds__(256) ffpa_combine(const __grid_cons
     for (int split = 0; split < p.splits; ++split) {
       const float lse = p.partial_lse[split * rows + row];
       if (lse == -kInfinity) continue;  // nothing was written for it
-      const float weight = exp2_fast((lse - top) * kLog2e) / total;
+      const float weight = exp2_fast((lse - reference) * kLog2e) / total;
       const float4 part = *reinterpret_cast<const float4*>(p.partial_out + (split * rows + row) * p.head_dim + col);
       sum.x += weight * part.x, sum.y += weight * part.y, sum.z += weight * part.z, sum.w += weight * part.w;
     }

@@ -111,6 +111,13 @@ def test_a_build_leaves_one_artefact_and_a_log(compiler: build.Compiler, tmp_pat
         assert b"ffpa_combine" in image
 
 
+@pytest.mark.parametrize("name", ["do$lar", "co:lon", "a b'c"])
+def test_a_directory_may_have_any_name(compiler: build.Compiler, tmp_path: Path, name: str) -> None:
+    directory = tmp_path / name
+    directory.mkdir()
+    assert (directory / compiler.compile(SPEC, directory).artefact).is_file()
+
+
 def _cuda_home() -> object:
     from torch.utils import cpp_extension
 

@@ -232,7 +232,7 @@ def test_no_keys_give_a_mask_an_empty_gradient(cuda):
 def test_an_fp32_mask_is_cast_where_sdpa_runs_the_call(cuda):
     q, k, v, _ = make(SHAPE, HALF)
     mask = torch.randn(5, 7)
-    assert torch.equal(ffpa_attn_func(q, k, v, mask, backend="sdpa"), SDPA(q, k, v, mask.to(HALF)))
+    close(ffpa_attn_func(q, k, v, mask, backend="sdpa"), SDPA(*(x.float() for x in (q, k, v)), mask))
     assert sdpa.fallback(q, k, v, mask.expand(3, 2, 5, 7)).dtype == HALF
 
 
@@ -651,6 +651,17 @@ def test_the_estimates_send_decoding_to_cuda_and_long_queries_to_triton(changes,
     monkeypatch.setattr(backend, "_out_of_reach", lambda *arguments: None)
     with registry.replaced("cuda", backend.BACKEND):
         assert dispatch.plan(_gpu_problem(**changes), None, None).forward == runs
+
+
+def test_no_heads_and_nearly_certain_dropout_are_planned_without_an_error(monkeypatch):
+    from ffpa_jit.cuda import backend
+
+    monkeypatch.setattr(backend, "_out_of_reach", lambda *arguments: None)
+    with registry.replaced("cuda", backend.BACKEND):
+        assert dispatch.plan(_gpu_problem(heads_q=0, heads_kv=0), None, None).forward in ("cuda", "triton", "sdpa")
+        assert dispatch.plan(_gpu_problem(dropout_p=0.9999), None, None).forward == "cuda"
+        for certain in (0.99999, 0.999999999, 1.0):
+            assert dispatch.plan(_gpu_problem(dropout_p=certain), None, None).forward == "sdpa"
 
 
 class _Broken(FakeCUDA):

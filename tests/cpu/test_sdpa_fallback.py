@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -109,3 +112,33 @@ def test_without_keys_the_fallback_gives_zeros_connected_to_autograd():
     assert (out == 0).all()
     assert not grads[0].any()
     assert grads[1].shape == k.shape
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_large_fp32_biases_keep_their_steps_forward_and_backward(dtype):
+    q, k, v, do = make(Shape(1, 2, 2, 33, 700, 512), dtype)
+    bias = (0.5 * torch.arange(700.0)).expand(33, 700).clone()
+    bias[0, 5:] = -math.inf
+    exact = [x.double().requires_grad_() for x in (q, k, v)]
+    reference = SDPA(*exact, attn_mask=bias.double())
+    mine = [x.clone().requires_grad_() for x in (q, k, v)]
+    out = ffpa_attn_func(*mine, attn_mask=bias, backend="sdpa")
+    assert ((out - reference).norm() / reference.norm()).item() < 1e-2
+    grads = torch.autograd.grad(out, mine, do)
+    for grad, wanted in zip(grads, torch.autograd.grad(reference, exact, do.double()), strict=True):
+        assert ((grad - wanted).norm() / wanted.norm()).item() < 2e-2
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_a_row_of_fp32_minimum_hides_no_key(dtype):
+    q, k, v, _ = make(Shape(1, 1, 1, 3, 40, 512), dtype)
+    out = ffpa_attn_func(q * 0, k, v, attn_mask=torch.full((3, 40), torch.finfo(torch.float32).min), backend="sdpa")
+    close(out, v.mean(2, keepdim=True).expand_as(out), 1e-2)
+
+
+@pytest.mark.parametrize("number", [np.float32(0), np.int64(0), torch.tensor(0.0)], ids=lambda x: type(x).__name__)
+def test_dropout_may_be_any_number_that_sdpa_takes(number):
+    q, k, v, _ = make(Shape(1, 1, 1, 5, 7, 264), torch.float32)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(F, "scaled_dot_product_attention", ffpa_attn_func)
+        assert torch.equal(F.scaled_dot_product_attention(q, k, v, None, number), SDPA(q, k, v))
