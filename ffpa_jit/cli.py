@@ -26,14 +26,18 @@ def main() -> None:
 main.add_command(cache)
 
 
-@main.command()
-@click.option("--headdim", required=True, callback=listed(int, "head dims"), help="257 to 1024, as in 512,320.")
-@click.option("--dtype", default="bf16", show_default=True, callback=listed(str, "dtypes"), help="bf16,fp16")
+@main.command(short_help="Compile kernels before their first call.")
+@click.option("--headdim", required=True, callback=listed(int, "head dims"),
+              help="Multiples of 8 from 264 to 1024: a list, separated by commas.")  # fmt: skip
+@click.option("--dtype", default="bf16", show_default=True, callback=listed(str, "dtypes"),
+              help="bf16, fp16: a list, separated by commas.")  # fmt: skip
 @click.option("--acc", default="f32", show_default=True, callback=listed(str, "accumulators"),
-              help="CUDA: f32,f16 (f16 with fp16 only).")  # fmt: skip
-@click.option("--stages", callback=listed(int, "numbers"), help="CUDA: 1 to 4; default: the one calls use.")
+              help="CUDA: f32, f16 (with fp16 only): a list, separated by commas.")  # fmt: skip
+@click.option("--stages", callback=listed(int, "numbers"),
+              help="CUDA: 1 to 4; default: 2, and 3 on sm_86, 89, 120, 121.")  # fmt: skip
 @click.option("--arch", callback=listed(str, "architectures"), help="As in sm_89,sm_90; default: the GPUs here.")
-@click.option("--backend", default="cuda,triton", show_default=True, callback=listed(str, "backends"))
+@click.option("--backend", default="cuda,triton", show_default=True, callback=listed(str, "backends"),
+              help="cuda,triton: which kernels.")  # fmt: skip
 @click.option("--jobs", type=click.IntRange(min=1), help="How many at a time; default: as cores and memory allow.")
 @click.option("--dry-run", is_flag=True, help="Compile nothing; tell what is there.")
 @as_json
@@ -42,15 +46,20 @@ def warm(
     backend: list[str], jobs: int | None, dry_run: bool, json_: bool,
 ) -> None:  # fmt: skip
     """Compile kernels before their first call; with --arch on a machine without a GPU."""
-    from ffpa_jit.warm import Result
+    from ffpa_jit.warm import Result, local_archs
     from ffpa_jit.warm import warm as compile_all
 
     def progress(result: Result, done: int, total: int) -> None:
         click.echo(f"[{done}/{total}] {result.backend} {result.name}: {result.how}"
                    + (f" in {result.seconds:.1f} s" if result.how == "built" else ""), err=True)  # fmt: skip
 
+    if arch is None:
+        try:
+            arch = local_archs()
+        except ValueError:
+            raise click.UsageError("there is no GPU here to compile for; name an architecture: --arch sm_90") from None
     try:
-        results = compile_all(headdim, dtype, acc, stages, arch, backend, jobs, dry_run, progress)
+        results = compile_all(headdim, dtype, acc, stages, arch, backend, jobs, dry_run, progress, load=False)
     except ValueError as error:
         raise click.UsageError(str(error)) from None
     failed = [result for result in results if result.failed]
@@ -66,7 +75,7 @@ def warm(
     raise SystemExit(1 if failed else 0)
 
 
-@main.command()
+@main.command(short_help="Tell what is here, for a bug report.")
 @as_json
 def info(json_: bool) -> None:
     """Tell versions, devices, toolchain, cache, backends and environment; the text to put into a bug report."""
@@ -77,17 +86,18 @@ def info(json_: bool) -> None:
         click.echo("\n".join(report.lines(found)))
 
 
-@main.command()
-@click.option("--headdim", type=click.IntRange(min=1), required=True)
-@click.option("--heads", type=click.IntRange(min=1), default=32, show_default=True)
-@click.option("--kv-heads", type=click.IntRange(min=1), help="Default: as --heads.")
-@click.option("--batch", type=click.IntRange(min=0), default=1, show_default=True)
-@click.option("--len-q", type=click.IntRange(min=0), default=4096, show_default=True)
-@click.option("--len-kv", type=click.IntRange(min=0), help="Default: as --len-q.")
-@click.option("--dtype", type=click.Choice(["bf16", "fp16", "fp32"]), default="bf16", show_default=True)
-@click.option("--causal", is_flag=True)
-@click.option("--mask", is_flag=True, help="A bool mask [len-q, len-kv].")
-@click.option("--dropout", type=float, default=0.0)
+@main.command(short_help="Tell which backend would run a call, and why.")
+@click.option("--headdim", type=click.IntRange(min=1), required=True, help="Of query, key and value.")
+@click.option("--heads", type=click.IntRange(min=1), default=32, show_default=True, help="Of the query.")
+@click.option("--kv-heads", type=click.IntRange(min=1), help="Of key and value; default: as --heads.")
+@click.option("--batch", type=click.IntRange(min=0), default=1, show_default=True, help="Size of the batch.")
+@click.option("--len-q", type=click.IntRange(min=0), default=4096, show_default=True, help="Queries.")
+@click.option("--len-kv", type=click.IntRange(min=0), help="Keys; default: as --len-q.")
+@click.option("--dtype", type=click.Choice(["bf16", "fp16", "fp32"]), default="bf16", show_default=True,
+              help="Of query, key and value.")  # fmt: skip
+@click.option("--causal", is_flag=True, help="With is_causal=True.")
+@click.option("--mask", is_flag=True, help="With a bool mask [len-q, len-kv].")
+@click.option("--dropout", type=float, default=0.0, show_default=True, help="Its probability.")
 @click.option("--grad", is_flag=True, help="The inputs require gradients.")
 @click.option("--arch", help="As on this architecture, such as sm_90; default: the GPU here, else the CPU.")
 @click.option("--backend", type=click.Choice(NAMES), help="As with this backend=.")

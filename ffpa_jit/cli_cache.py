@@ -9,10 +9,10 @@ from typing import Any
 import click
 
 from ffpa_jit.cache import Cache, Entry, default_cache
-from ffpa_jit.console import BYTES, SECONDS, as_json, print_json, size, table
+from ffpa_jit.console import BYTES, SECONDS, as_json, counted, print_json, size, table
 
 
-@click.group()
+@click.group(short_help="Look after the compiled kernels.")
 def cache() -> None:
     """Look after the compiled kernels."""
 
@@ -25,7 +25,7 @@ def _entry(entry: Entry) -> dict[str, Any]:
     }  # fmt: skip
 
 
-@cache.command()
+@cache.command(short_help="Print where compiled kernels are kept.")
 @as_json
 def path(json_: bool) -> None:
     """Print the directory of the compiled kernels (FFPA_JIT_CACHE_DIR)."""
@@ -42,11 +42,21 @@ def _writable(found: Cache) -> Path:
     return found.root
 
 
-@cache.command(name="list")
+def _used(but: str) -> Cache:
+    """The cache; an error where its root is refused, as then `but`."""
+    found = default_cache()
+    reason = found.refusal()
+    if reason:
+        raise click.ClickException(f"{found.root} is not used: {reason}; {but}" if found.root else f"{reason}; {but}")
+    return found
+
+
+@cache.command(name="list", short_help="List what is there.")
 @as_json
 def list_(json_: bool) -> None:
     """List what is there, in the order in which it is searched."""
-    entries = default_cache().entries()
+    found = _used("nothing was listed")
+    entries = found.entries()
     if json_:
         print_json([_entry(entry) for entry in entries])
         return
@@ -57,20 +67,28 @@ def list_(json_: bool) -> None:
     ]  # fmt: skip
     if rows:
         table([("backend", "kernel", "size", "last used", "compiler", ""), *rows])
-    total = size(sum(entry.disk_bytes for entry in entries))
-    click.echo(f"{len(entries)} entries, {total}, in {default_cache().root}", err=True)
+    for root in (*found.search, found.root):
+        there = [entry for entry in entries if entry.root == root]
+        total = size(sum(entry.disk_bytes for entry in there))
+        kind = " (read-only)" if root in found.search else ""
+        click.echo(f"{counted(len(there))}, {total}, in {root}{kind}", err=True)
+    bad = found.bad()
+    if bad:
+        click.echo(f"{len(bad)} bad left out; `ffpa-jit cache verify` tells what is wrong with them", err=True)
 
 
 def _age(then: float) -> str:
     hours = max(0.0, time.time() - then) / 3600
+    if hours < 2:
+        return f"{hours * 60:.0f} min ago"
     return f"{hours / 24:.0f} days ago" if hours >= 48 else f"{hours:.0f} h ago"
 
 
-@cache.command()
+@cache.command(short_help="Check every entry against its hash.")
 @as_json
 def verify(json_: bool) -> None:
     """Check every entry against its hash; exit code 1 if one is bad."""
-    found = default_cache().verify()
+    found = _used("nothing was checked").verify()
     bad = [(where, wrong) for where, wrong in found if wrong is not None]
     if json_:
         print_json([{"path": where, "ok": wrong is None, "error": wrong} for where, wrong in found])
@@ -81,36 +99,35 @@ def verify(json_: bool) -> None:
     raise SystemExit(1 if bad else 0)
 
 
-@cache.command()
+@cache.command(short_help="Remove bad and old entries, or down to a size.")
 @click.option("--max-size", callback=BYTES, help="Keep at most so much, the last used first: 2GB.")
 @click.option("--older-than", callback=SECONDS, help="Remove what was not used for so long: 30d.")
 @as_json
 def prune(max_size: float | None, older_than: float | None, json_: bool) -> None:
-    """Remove bad entries, those not used for long, and those beyond a size."""
-    if max_size is None and older_than is None:
-        raise click.UsageError("say what to remove: --max-size 2GB, --older-than 30d, or both")
-    removed = default_cache().prune(None if max_size is None else int(max_size), older_than)
+    """Remove bad entries; with the options also those not used for long, and those beyond a size."""
+    removed = _used("nothing was removed").prune(None if max_size is None else int(max_size), older_than)
     _removed(removed, json_)
 
 
-@cache.command()
+@cache.command(short_help="Remove everything.")
 @click.option("--yes", is_flag=True, help="Do not ask.")
 @as_json
 def clear(yes: bool, json_: bool) -> None:
     """Remove everything. What Triton keeps in its own cache stays."""
+    found = _used("nothing was removed")
     if not yes:
-        click.confirm(f"Remove every compiled kernel in {_writable(default_cache())}?", abort=True, err=True)
-    _removed(default_cache().clear(), json_)
+        click.confirm(f"Remove every compiled kernel in {found.root}?", abort=True, err=True)
+    _removed(found.clear(), json_)
 
 
 def _removed(removed: dict[Path, int], json_: bool) -> None:
     if json_:
         print_json([{"path": where, "bytes": count} for where, count in removed.items()])
     else:
-        click.echo(f"removed {len(removed)} entries, {size(sum(removed.values()))}")
+        click.echo(f"removed {counted(len(removed))}, {size(sum(removed.values()))}")
 
 
-@cache.command()
+@cache.command(short_help="Write everything to a tar file.")
 @click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
 @as_json
 def export(file: Path, json_: bool) -> None:
@@ -119,29 +136,33 @@ def export(file: Path, json_: bool) -> None:
         written = default_cache().export(file)
     except OSError as error:
         raise click.ClickException(f"{file} cannot be written: {error}") from None
+    if not written:
+        _used(f"{file} was not written")
+        raise click.ClickException(
+            f"{default_cache().root} has nothing to export, so {file} was not written; `ffpa-jit warm` compiles kernels"
+        )
     if json_:
         print_json([_entry(entry) for entry in written])
     else:
-        click.echo(f"wrote {len(written)} entries to {file}")
-    if not written:
-        click.echo("there is nothing to export; `ffpa-jit warm` compiles kernels", err=True)
-        raise SystemExit(1)
+        click.echo(f"wrote {counted(len(written))} to {file}")
 
 
-@cache.command(name="import")
+@cache.command(name="import", short_help="Take over what `export` wrote.")
 @click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @as_json
 def import_(file: Path, json_: bool) -> None:
     """Take over what `export` wrote. Import only files that you would run: they hold machine code."""
+    known: list[Path] = []
     try:
-        added = default_cache().import_(file)
+        added = default_cache().import_(file, known)
     except (ValueError, OSError) as error:
         raise click.ClickException(str(error)) from None
     left = _place_for_triton()
     if json_:
-        print_json({"imported": [_entry(entry) for entry in added], "triton": left})
+        print_json({"imported": [_entry(entry) for entry in added], "there_already": known, "triton": left})
     else:
-        click.echo(f"imported {len(added)} entries into {default_cache().root}")
+        already = f", {len(known)} {'was' if len(known) == 1 else 'were'} there already" if known else ""
+        click.echo(f"imported {counted(len(added))}{already}, into {default_cache().root}")
         for name, why in left.items():
             click.echo(f"note: {name}: {why}", err=True)
 

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import click
 
-__all__ = ["BYTES", "SECONDS", "as_json", "listed", "print_json", "size", "table"]
+__all__ = ["BYTES", "SECONDS", "as_json", "counted", "listed", "print_json", "size", "table"]
 
 T = TypeVar("T")
 
@@ -59,6 +59,11 @@ def table(rows: list[tuple[str, ...]]) -> None:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         click.echo("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
+
+
+def counted(count: int) -> str:
+    """So many entries: "1 entry", "2 entries"."""
+    return f"{count} {'entry' if count == 1 else 'entries'}"
 
 
 def size(count: int) -> str:

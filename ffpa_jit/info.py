@@ -9,10 +9,11 @@ import platform
 import re
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from ffpa_jit import problem, settings
-from ffpa_jit.console import size
+from ffpa_jit.console import counted, size
 from ffpa_jit.dispatch import Explanation
 
 __all__ = ["collect", "explain_on", "lines"]
@@ -78,13 +79,30 @@ def _devices() -> list[dict[str, Any]]:
     return found
 
 
-def _toolchain() -> list[dict[str, Any]]:
+def _toolchain() -> dict[str, Any]:
+    """`used`: the compiler that a first call would take, in words; `probes`: what was looked for."""
     from ffpa_jit import toolchain
 
-    return [
+    probes = [
         {"name": each.name, "found": each.found, "detail": each.detail, "remedy": each.remedy}
         for each in toolchain.probes()
     ]
+    return {"used": _compiler(), "probes": probes}
+
+
+def _compiler() -> str:
+    from ffpa_jit import toolchain
+    from ffpa_jit.cuda.build import find_compiler
+
+    try:
+        found, wanted = find_compiler(), settings.compiler()
+    except ValueError as error:
+        return f"error: {error}"
+    if found is not None:
+        return "used: " + " ".join(found.ident.split()[:2]) + (" (FFPA_JIT_COMPILER)" if wanted else "")
+    if wanted is not None:
+        return f"none: FFPA_JIT_COMPILER={wanted}, which cannot be used; unset it, or install what is missing of it"
+    return f"none: {toolchain.REMEDY}"
 
 
 def _cache() -> dict[str, Any]:
@@ -95,6 +113,7 @@ def _cache() -> dict[str, Any]:
     groups = {name: sum(entry.key.group == name for entry in entries) for name in {e.key.group for e in entries}}
     return {
         "path": str(cache.root) if cache.root else None,
+        "refused": cache.refusal(),
         "searched_first": [str(each) for each in cache.search],
         "entries": len(entries),
         "groups": groups,
@@ -133,9 +152,10 @@ def explain_on(
         k, v = (torch.empty(batch, kv_heads, len_kv, head_dim, dtype=kind, device=device, requires_grad=grad)
                 for _ in range(2))  # fmt: skip
         attn_mask = torch.empty(len_q, len_kv, dtype=torch.bool, device=device) if mask else None
-        return explain(
+        found = explain(
             q, k, v, attn_mask, dropout_p=dropout, is_causal=causal, enable_gqa=heads != kv_heads, backend=backend
         )
+    return found if arch is None else replace(found, summary=re.sub(r"\bcuda:\d+", arch, found.summary))
 
 
 @contextlib.contextmanager
@@ -163,16 +183,20 @@ def lines(report: dict[str, Any]) -> list[str]:
     ]
     shown.append("toolchain")
     shown += _failed(report["toolchain"]) or [
-        f"  {'found  ' if each['found'] else 'missing'} {each['name']}: {each['detail']}"
-        + (f" ({each['remedy']})" if each["remedy"] and not each["found"] else "")
-        for each in report["toolchain"]
+        f"  {report['toolchain']['used']}",
+        *(
+            f"  {'found  ' if each['found'] else 'missing'} {each['name']}: {each['detail']}"
+            + (f" ({each['remedy']})" if each["remedy"] and not each["found"] else "")
+            for each in report["toolchain"]["probes"]
+        ),
     ]
     shown.append("cache")
     cache = report["cache"]
     shown += _failed(cache) or [
         f"  {cache['path'] or 'none: there is no home directory'}",
         *(f"  searched first: {each}" for each in cache["searched_first"]),
-        f"  {cache['entries']} entries, {size(cache['bytes'])}",
+        *([f"  not used: {cache['refused']}"] if cache["refused"] else []),
+        f"  {counted(cache['entries'])}, {size(cache['bytes'])}",
     ]
     shown.append("backends, for a training call of D=512")
     backends = report["backends"]

@@ -18,11 +18,15 @@ from ffpa_jit import locate, settings
 from ffpa_jit.locate import Missing
 
 __all__ = [
-    "BuildError", "Nvcc", "Nvrtc", "Probe", "ToolchainError", "find_nvcc", "find_nvrtc", "first_error", "forget",
-    "probes",
+    "REMEDY", "BuildError", "Nvcc", "Nvrtc", "Probe", "ToolchainError", "find_nvcc", "find_nvrtc", "first_error",
+    "forget", "probes",
 ]  # fmt: skip
 
+REMEDY = "pip install nvidia-cuda-nvrtc (for CUDA 12: nvidia-cuda-nvrtc-cu12)"
+"""What most often is to be done where there is no compiler."""
+
 _DEFAULT_HOME = Path("/usr/local/cuda")
+_NEEDED = {"nvcc": "a CUDA toolkit, a host compiler and ninja", "nvrtc": "its own libraries only"}
 
 
 @dataclass(frozen=True)
@@ -79,14 +83,20 @@ class ToolchainError(RuntimeError):
         super().__init__(wanted, self.probes)
 
     def __str__(self) -> str:
-        needed = "nvcc needs a CUDA toolkit, a host compiler and ninja; NVRTC needs nothing but its own libraries"
-        lines = [f"no CUDA compiler can be used: {needed}. Looked for:"]
+        lines = [f"no CUDA compiler can be used: {REMEDY}. nvcc would do too, with {_NEEDED['nvcc']}. Looked for:"]
+        shown = self.probes
         if self.wanted:
-            lines = [f"{self.wanted}, the only compiler that may be used here, cannot be: {needed}. Looked for:"]
-        for each in self.probes:
+            lines = [f"FFPA_JIT_COMPILER={self.wanted} allows no other compiler, and {self.wanted} cannot be used: "
+                     f"it needs {_NEEDED[self.wanted]}. Looked for:"]  # fmt: skip
+            shown = tuple(each for each in shown if each.name.startswith("NVRTC") == (self.wanted == "nvrtc"))
+        for each in shown:
             lines.append(f"  {'found  ' if each.found else 'missing'}  {each.name}: {each.detail}")
             if each.remedy and not each.found:
                 lines.append(f"           -> {each.remedy}")
+        if self.wanted == "nvrtc":
+            lines.append(f"{REMEDY}, or unset FFPA_JIT_COMPILER")
+        elif self.wanted:
+            lines.append(f"Install what is missing, or unset FFPA_JIT_COMPILER: then NVRTC will do, {REMEDY}")
         return "\n".join(lines)
 
 
@@ -210,8 +220,8 @@ def _toolkits() -> Iterator[_Place[_Toolkit]]:
         return look
 
     yield (
-        "CUDA_HOME", "set it to the directory of a CUDA toolkit, or unset it",
-        judge(home / "bin" / "nvcc" if home else None, "neither CUDA_HOME nor CUDA_PATH is set"),
+        "CUDA_HOME", "set it to the directory of a CUDA toolkit, or unset it" if home else "",
+        judge(home / "bin" / "nvcc" if home else None, "not set"),
     )  # fmt: skip
     yield "nvcc on PATH", "add a toolkit's bin to PATH", judge(Path(on_path) if on_path else None, "there is none")
     yield str(_DEFAULT_HOME), "install a CUDA toolkit", judge(_DEFAULT_HOME / "bin" / "nvcc")
@@ -229,7 +239,7 @@ def _nvrtcs() -> Iterator[_Place[Nvrtc]]:
     wheels = [each / "lib" for each in locate.wheels()]
     loader = [*settings.libraries_path(), *locate.SYSTEM_LIBRARIES]
     yield (
-        "NVRTC from PyPI", "pip install nvidia-cuda-nvrtc (for CUDA 12: nvidia-cuda-nvrtc-cu12)",
+        "NVRTC from PyPI", REMEDY,
         lambda: Nvrtc(*locate.nvrtc(wheels)),
     )  # fmt: skip
     yield "NVRTC of a toolkit", "set CUDA_HOME to one with libnvrtc.so", lambda: Nvrtc(*locate.nvrtc(toolkits))

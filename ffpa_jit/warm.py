@@ -4,13 +4,15 @@
 
 Every instantiation is compiled in a process of its own that sees no GPU, several at a time as memory allows, and goes
 into the cache (`ffpa_jit.cache`); Triton's also where Triton looks (`ffpa_jit.triton.bundle`). One that fails does not
-stop the others. What is in the cache already is left alone.
+stop the others. What is in the cache already is left alone. For the GPUs of this machine the kernels are then loaded in
+this process, so that a CUDA graph may be captured next.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -18,15 +20,20 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ffpa_jit import settings
+from ffpa_jit.cache import Entry, default_cache
 
 __all__ = ["BACKENDS", "Result", "default_jobs", "local_archs", "warm"]
 
+_logger = logging.getLogger("ffpa_jit")
+
 BACKENDS = ("cuda", "triton")
+
+Mode = Literal["look", "hits", "all"]  # tell what is there; answer only for what is there; compile what is not
 
 JOB_BYTES = 1 << 30
 """Memory to have free for each compiler that runs: nvcc takes up to 0.9 GB, NVRTC and Triton half of that."""
@@ -74,13 +81,17 @@ def warm(
     jobs: int | None = None,
     dry_run: bool = False,
     progress: Progress | None = None,
+    load: bool | None = None,
 ) -> list[Result]:
     """Compile the kernels of every combination of the arguments, each one value or several; one result a kernel.
 
-    `head_dim`: 257 to 1024. `dtype`: "bf16", "fp16". `acc`, `stages`: of the CUDA backend, as in `CUDABackend`.
-    `arch`: "sm_90", ...; None: that of this machine's GPUs. `jobs`: how many at a time (default: FFPA_JIT_JOBS, else as
-    cores and memory allow). `dry_run`: compile nothing, but tell what is there. `progress(result, done, total)` is
-    called as results come in. CUDA has a kernel for the forward; Triton's are those of the forward and of the backward.
+    `head_dim`: multiples of 8 from 264 to 1024. `dtype`: "bf16", "fp16". `acc`, `stages`: of the CUDA backend, as in
+    `CUDABackend`. `arch`: "sm_90", ...; None: that of this machine's GPUs. `jobs`: how many at a time (default:
+    FFPA_JIT_JOBS, else as cores and memory allow). `dry_run`: compile nothing, but tell what is there.
+    `progress(result, done, total)` is called as results come in. CUDA has a kernel for the forward; Triton's are those
+    of the forward and of the backward.
+    `load`: whether to load them as well, in this process, on each GPU of their architecture, as graph capture needs it
+    (Triton's by running them once); None: if `arch` is None.
 
     ValueError for what no kernel exists for, and where there is no GPU and no `arch`. What fails to compile is no
     exception: look at `Result.how`.
@@ -90,28 +101,61 @@ def warm(
                             _several(backend))  # fmt: skip
     if jobs is not None and jobs < 1:
         raise ValueError(f"jobs={jobs}: it must be at least 1")
-    order = {unit: i for i, unit in enumerate(units)}
-    results: dict[int, Result] = {}
+    results: dict[_Unit, Result] = {}
+    told: set[str] = set()
 
     def note(unit: _Unit, result: Result) -> None:
-        results[order[unit]] = result
+        results[unit] = result
         if progress is not None:
             progress(result, len(results), len(units))
 
+    def answers(answer: tuple[list[Result], list[str]]) -> list[Result]:
+        for warning in answer[1]:
+            if warning not in told:
+                told.add(warning)
+                _logger.warning("%s", warning)
+        return answer[0]
+
     if dry_run:
-        for unit, result in zip(units, _in_process(units, dry_run=True), strict=True):
+        for unit, result in zip(units, answers(_in_process(units, "look")), strict=True):
             note(unit, result)
+    elif lost := _lost():
+        for unit in units:
+            note(unit, Result(unit.backend, unit.name, "failed", message=lost))
     else:
-        with ThreadPoolExecutor(min(jobs or default_jobs(), max(len(units), 1))) as pool:
-            running = {pool.submit(_in_process, [unit], dry_run=False): unit for unit in units}
+        there = [unit for unit in units if default_cache().holds(unit.backend, unit.name)]
+        if len(there) > 1:  # one process for all that is done already, rather than one for each
+            for unit, result in zip(there, answers(_in_process(there, "hits")), strict=True):
+                if result.how == "hit":
+                    note(unit, result)
+        missing = [unit for unit in units if unit not in results]
+        with ThreadPoolExecutor(min(jobs or default_jobs(), max(len(missing), 1))) as pool:
+            running = {pool.submit(_in_process, [unit], "all"): unit for unit in missing}
             try:
                 for future in as_completed(running):
-                    note(running[future], future.result()[0])
+                    note(running[future], answers(future.result())[0])
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
                 _stop_all()
                 raise
-    return [results[i] for i in sorted(results)] + skipped
+    if not dry_run and (arch is None if load is None else load):
+        _load([unit for unit in units if not results[unit].failed], results)
+    return [results[unit] for unit in units] + skipped
+
+
+def _lost() -> str:
+    """Why nothing that is compiled could be kept; "" if it can be."""
+    cache = default_cache()
+    reason = cache.unwritable()
+    return _nothing_kept(cache.root, reason) if reason else ""
+
+
+def _nothing_kept(root: Path | None, reason: str) -> str:
+    why = f"{root} is not used: {reason}" if root else reason
+    return f"nothing can be kept: {why}; set FFPA_JIT_CACHE_DIR to a directory of your own"
+
+
+_NAMES = {"cuda": "CUDA", "triton": "Triton"}
 
 
 def _several(value: Any) -> list[Any]:
@@ -126,9 +170,7 @@ def local_archs() -> list[str]:
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if count == 0:
-        raise ValueError(
-            "there is no GPU here to compile for: name an architecture, arch='sm_90' (on the command line --arch sm_90)"
-        )
+        raise ValueError("there is no GPU here to compile for: name an architecture, arch='sm_90'")
     return list(dict.fromkeys(device_arch("cuda", index) for index in range(count)))
 
 
@@ -139,13 +181,20 @@ def _units(
     """What to compile, and what is skipped because a backend that is not the only one does not know an architecture."""
     from ffpa_jit.cuda import instantiate
     from ffpa_jit.triton import bundle
-    from ffpa_jit.triton.configs import family
+    from ffpa_jit.triton.configs import FAMILIES
 
+    served = {
+        "cuda": tuple(instantiate.ARCHS),
+        "triton": tuple(each for name, members in FAMILIES.items() if name != "interpreter" for each in members),
+    }
     for name in backends:
         if name not in BACKENDS:
             raise ValueError(f"backend={name!r} has nothing to compile ahead; choose of {', '.join(BACKENDS)}")
     if not (head_dims and dtypes and accs and stages and archs and backends):
         raise ValueError("nothing to compile: an argument is empty")
+    for head_dim in head_dims:
+        if head_dim % 8 or not 264 <= head_dim <= 1024:
+            raise ValueError(f"head_dim={head_dim}: head dims are multiples of 8 from 264 to 1024")
     units: dict[tuple[str, str], _Unit] = {}
     skipped: dict[tuple[str, str], Result] = {}
 
@@ -153,8 +202,10 @@ def _units(
         units.setdefault((backend, spec.slug), _Unit(backend, spec.slug, arguments))
 
     for arch in archs:
-        unknown = {"cuda": arch not in instantiate.ARCHS, "triton": family(arch) is None or arch == "interpreter"}
-        known = [name for name in backends if not unknown[name]] or backends
+        known = [name for name in backends if arch in served[name]]
+        if not known:
+            lists = "; ".join(f"{_NAMES[name]}: {', '.join(served[name])}" for name in backends)
+            raise ValueError(f"arch={arch!r}: there are no kernels for it. {lists}")
         for name in backends:
             if name not in known:
                 skipped[name, arch] = Result(name, arch, "skipped", message=f"{name} has no kernels for {arch}")
@@ -182,12 +233,12 @@ def _stop_all() -> None:
         process.kill()
 
 
-def _in_process(units: list[_Unit], *, dry_run: bool) -> list[Result]:
-    """The results of `units`, from a process that sees no GPU and whose crash is only theirs."""
+def _in_process(units: list[_Unit], mode: Mode) -> tuple[list[Result], list[str]]:
+    """The results of `units`, from a process that sees no GPU and whose crash is only theirs; and its warnings."""
     start = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="ffpa-jit-warm-") as folder:
         answer, log = Path(folder, "answer.json"), Path(folder, "log")
-        task = json.dumps({"units": [asdict(unit) for unit in units], "dry_run": dry_run, "answer": str(answer)})
+        task = json.dumps({"units": [asdict(unit) for unit in units], "mode": mode, "answer": str(answer)})
         with log.open("wb") as output:
             process = subprocess.Popen(
                 [sys.executable, "-c", "from ffpa_jit.warm import _serve; _serve()"],
@@ -201,13 +252,15 @@ def _in_process(units: list[_Unit], *, dry_run: bool) -> list[Result]:
                 process.wait()
                 _processes.discard(process)
         if answer.is_file():
-            return [Result(**each) for each in json.loads(answer.read_text())]
+            given = json.loads(answer.read_text())
+            return [Result(**each) for each in given["results"]], given["warnings"]
         said = "\n".join(log.read_text(errors="replace").strip().splitlines()[-8:])
     died = f"the process that compiled it died with exit code {process.returncode}"
     if process.returncode == -9:
         died += " (killed: out of memory? try fewer at a time, --jobs 1)"
     seconds = time.perf_counter() - start
-    return [Result(unit.backend, unit.name, "failed", seconds, None, f"{died}\n{said}".strip()) for unit in units]
+    message = f"{died}\n{said}".strip()
+    return [Result(unit.backend, unit.name, "failed", seconds, None, message) for unit in units], []
 
 
 def _environment() -> dict[str, str]:
@@ -223,20 +276,34 @@ def _environment() -> dict[str, str]:
 def _serve() -> None:
     """What the process does: a task on standard input, the results into a file."""
     task = json.load(sys.stdin)
-    results = [_work(_Unit(**{**each, "arguments": tuple(each["arguments"])}), task["dry_run"])
+    warnings = _Collected(logging.WARNING)
+    _logger.addHandler(warnings)
+    results = [_work(_Unit(**{**each, "arguments": tuple(each["arguments"])}), task["mode"])
                for each in task["units"]]  # fmt: skip
     partial = Path(task["answer"]).with_suffix(".part")
-    partial.write_text(json.dumps([asdict(result) for result in results]))
+    partial.write_text(json.dumps({"results": [asdict(each) for each in results], "warnings": warnings.messages}))
     partial.replace(task["answer"])
 
 
-def _work(unit: _Unit, dry_run: bool) -> Result:
+class _Collected(logging.Handler):
+    """Keeps what is logged, for the process that asked."""
+
+    def __init__(self, level: int) -> None:
+        super().__init__(level)
+        self.messages: list[str] = []
+        self.setFormatter(logging.Formatter("%(message)s"))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(self.format(record))
+
+
+def _work(unit: _Unit, mode: Mode) -> Result:
     start = time.perf_counter()
     try:
         if unit.backend == "cuda":
-            path, how, seconds, message = _work_cuda(unit, dry_run)
+            path, how, seconds, message = _work_cuda(unit, mode)
         else:
-            path, how, seconds, message = _work_triton(unit, dry_run)
+            path, how, seconds, message = _work_triton(unit, mode)
     except Exception as error:
         ours = isinstance(error, RuntimeError | ValueError | OSError)
         message = str(error) if ours and str(error) else f"{type(error).__name__}: {error}"
@@ -247,26 +314,86 @@ def _work(unit: _Unit, dry_run: bool) -> Result:
 _Work = tuple["str | None", str, float, str]
 
 
-def _work_cuda(unit: _Unit, dry_run: bool) -> _Work:
+def _work_cuda(unit: _Unit, mode: Mode) -> _Work:
     from ffpa_jit.cuda import instantiate, kernels
 
     spec = instantiate.spec_for(*unit.arguments)
-    if dry_run:
-        entry = kernels._find(spec, None)
-        return (None, "planned", 0.0, "") if entry is None else (str(entry.path), "hit", 0.0, "")
+    if mode != "all":
+        found = kernels._find(spec, None)
+        return (None, "planned", 0.0, "") if found is None else (str(found.path), "hit", 0.0, "")
     entry, how, seconds = kernels.warm(spec)
-    return str(entry.path), how, seconds, ""
+    return _kept(entry), how, seconds, ""
 
 
-def _work_triton(unit: _Unit, dry_run: bool) -> _Work:
+def _work_triton(unit: _Unit, mode: Mode) -> _Work:
     from ffpa_jit.triton import bundle
 
     spec = bundle.spec_for(*unit.arguments)
-    if dry_run:
-        found = bundle.find(spec)
+    found = bundle.find(spec) if mode != "all" else None
+    if mode == "look" or (mode == "hits" and found is None):
         return (None, "planned", 0.0, "") if found is None else (str(found.path), "hit", 0.0, "")
-    entry, how, seconds, note = bundle.warm(spec)
-    return str(entry.path), how, seconds, note
+    entry, how, seconds, note = bundle.warm(spec)  # a hit is put where Triton looks
+    return _kept(entry), how, seconds, note
+
+
+def _kept(entry: Entry) -> str:
+    """Where an entry is; OSError if that goes with this process, because the cache could not take it after all."""
+    cache = default_cache()
+    if entry.root == cache.standby:
+        raise OSError(_nothing_kept(cache.root, cache.unwritable()))
+    return str(entry.path)
+
+
+# Loading, in this process.
+
+
+def _load(units: list[_Unit], results: dict[_Unit, Result]) -> None:
+    """Load what was compiled on every GPU here that it is for; what cannot be is a failure in `results`."""
+    for unit in units:
+        for index in _devices(unit.arguments[0]):
+            try:
+                if unit.backend == "cuda":
+                    _load_cuda(unit, index)
+                else:
+                    _load_triton(unit, index)
+            except Exception as error:
+                message = f"it is compiled, but cannot be loaded on GPU {index}: {type(error).__name__}: {error}"
+                results[unit] = replace(results[unit], how="failed", message=message)
+                break
+
+
+def _devices(arch: str) -> list[int]:
+    import torch
+
+    from ffpa_jit.problem import device_arch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return [index for index in range(count) if device_arch("cuda", index) == arch]
+
+
+def _load_cuda(unit: _Unit, index: int) -> None:
+    import torch
+
+    from ffpa_jit.cuda import instantiate, kernels
+
+    with torch.cuda.device(index):
+        kernels.kernel(instantiate.spec_for(*unit.arguments)).prepare()  # `kernel` does that on the first GPU only
+
+
+def _load_triton(unit: _Unit, index: int) -> None:
+    import torch
+
+    from ffpa_jit import registry
+    from ffpa_jit.problem import Problem
+
+    arch, head_dim, dtype, direction = unit.arguments
+    kind = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(dtype) or getattr(torch, dtype)
+    for is_causal in (False, True):
+        registry.get("triton").warm(Problem(
+            batch=1, heads_q=1, heads_kv=1, len_q=256, len_kv=256, head_dim=head_dim, head_dim_v=head_dim, dtype=kind,
+            device_type="cuda", device_index=index, arch=arch, is_causal=is_causal, has_mask=False, dropout_p=0.0,
+            needs_grad=direction == "backward", mask_needs_grad=False,
+        ))  # fmt: skip
 
 
 # How many at a time.

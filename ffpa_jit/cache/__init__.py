@@ -1,6 +1,6 @@
 """The compiled kernels of this user: built once, published whole, verified at every use.
 
-    <root>/cuda/sm_90-d512-bf16-f32-s4-1f0c…/    one entry: the artefact, meta.json, build.log, .last_used
+    <root>/cuda/sm_90-d512-bf16-f32-s2-1f0c…/    one entry: the artefact, meta.json, build.log, .last_used
     <root>/cuda/.tmp-<pid>-<machine>-<random>/   a build that is running, or whose process has died
     <root>/locks/cuda-<name>.lock, .holder       who builds it; lock files are never removed
     <root>/failed/<name>.log                     the log of its last build, if that failed
@@ -76,6 +76,20 @@ class Cache(Store):
         except _Unusable as error:
             raise OSError(f"no directory can be written for {what}: {error}; set FFPA_JIT_CACHE_DIR to one") from error
 
+    def unwritable(self) -> str:
+        """Why nothing can be kept in `root`, which is made if it is not there; "" if entries can be."""
+        if self.root is None or self._unusable:
+            return self._unusable
+        probe = self.root / files.private_name()
+        try:
+            files.own_directory(self.root)
+            probe.mkdir(0o700)
+        except (Refused, OSError) as error:
+            return str(error)
+        finally:
+            files.remove(probe)
+        return ""
+
     def _get_in(self, root: Path, key: Key, build: Callable[[Path], Built], what: str) -> Entry:
         target = root / key.group / key.name
         with _writing():
@@ -136,8 +150,9 @@ class Cache(Store):
                 self.standby, self._owner = files.temporary_directory(), os.getpid()
             return self.standby
 
-    def import_(self, tar_path: Path) -> list[Entry]:
-        """Publish the entries of an exported tar in the writable root; those that were not there before.
+    def import_(self, tar_path: Path, known: list[Path] | None = None) -> list[Entry]:
+        """Publish the entries of an exported tar in the writable root; those that were not there before. The others'
+        paths are added to `known`.
 
         ValueError, with nothing imported, for a tar that `export` did not write or that is damaged; OSError if the root
         cannot be written. Import only what you would run: the hashes say that it is whole, not who made it.
@@ -160,6 +175,9 @@ class Cache(Store):
                         files.sync(each)
                     if self._publish(path, target, self.root) is None:
                         imported.append(load(target, self.root, False))
+                        continue
+                if known is not None:
+                    known.append(target)
         except Refused as error:
             raise PermissionError(f"the kernel cache {self.root} is not used: {error}") from None
         finally:

@@ -59,7 +59,8 @@ def unpack(tar_path: Path, into: Path) -> list[Path]:
     except (tarfile.TarError, EOFError, OSError) as error:
         if isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError):
             raise
-        raise ValueError(f"{tar_path} cannot be read as a tar file: {error}") from error
+        reason = str(error).partition("\n")[0].rstrip(":")  # then one line for each compression that was tried
+        raise ValueError(f"{tar_path} cannot be read as a tar file: {reason}") from error
     for parts, data in files.items():
         path = into.joinpath(*parts)
         make_directory(path.parent)

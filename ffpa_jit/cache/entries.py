@@ -25,7 +25,7 @@ class Key:
     """Everything that decides the bits of an artefact, and nothing else: no path, no time, no environment."""
 
     group: str  # sub-directory of the root: "cuda"
-    slug: str  # readable: "sm_90-d512-bf16-f32-s4"
+    slug: str  # readable: "sm_90-d512-bf16-f32-s2"
     spec: Mapping[str, str | int]  # what is built
     source: str  # hex digest over the names and bytes of all sources, and the flags
     compiler: str  # "nvcc 13.0.88 (cuda_13.0.r13.0/compiler.36424714_0)", "nvrtc 13.0.88"

@@ -54,6 +54,7 @@ def check_directory(path: Path, owners: Collection[int]) -> None:
 
 
 def _check(path: Path, status: os.stat_result, owners: Collection[int]) -> None:
+    """Refused unless its owner is one of `owners` and nobody else can write it."""
     if _POSIX and status.st_uid not in owners:
         raise Refused(f"{path} belongs to uid {status.st_uid}, not to uid {os.geteuid()}")
     if _POSIX and status.st_mode & 0o022:
@@ -96,6 +97,7 @@ def make_directory(path: Path) -> None:
 
 
 def own_directory(path: Path) -> None:
+    """`make_directory`, and Refused if what is there could have been written by others."""
     make_directory(path)
     check_directory(path, owners())
 
@@ -177,6 +179,7 @@ def long_dead(path: Path) -> bool:
 
 
 def _dead(path: Path) -> bool:
+    """Whether `path` has the name of a process of this machine that has ended."""
     match = _PRIVATE.search(path.name)
     if match is None or match[2] != machine():
         return False
@@ -190,6 +193,7 @@ def _dead(path: Path) -> bool:
 
 
 def _untouched(path: Path) -> bool:
+    """Whether nothing was done in `path` for an hour."""
     with contextlib.suppress(OSError):
         return time.time() - os.lstat(path).st_mtime > _ABANDONED
     return False
@@ -207,6 +211,8 @@ def discard(path: Path, judged: os.stat_result | None = None) -> None:
 
 
 def sweep(directory: Path) -> None:
+    """Delete what builds that are no more have left in `directory`: names of `private_name` that are `stale`. Entries,
+    and what a running process works on, stay."""
     with contextlib.suppress(OSError):
         for each in list(directory.glob(".tmp-*")):
             if stale(each):
@@ -231,6 +237,7 @@ def temporary_directory() -> Path:
 
 
 def _remove_temporary(pid: int, path: Path) -> None:
+    """At the end of process `pid`: delete its temporary root, but for the logs of failed builds."""
     if os.getpid() == pid:  # not in a forked child
         for each in path.iterdir() if path.is_dir() else ():
             if each.name != "failed":
@@ -240,18 +247,21 @@ def _remove_temporary(pid: int, path: Path) -> None:
 
 
 def names(directory: Path) -> list[str]:
+    """The plain names in a directory, sorted: no hidden ones. None where it cannot be read."""
     with contextlib.suppress(OSError):
         return sorted(each.name for each in os.scandir(directory) if PLAIN_NAME.fullmatch(each.name))
     return []
 
 
 def modified(path: Path) -> float:
+    """When a file was last modified, in seconds since the epoch; 0 if it is not there."""
     with contextlib.suppress(OSError):
         return os.lstat(path).st_mtime
     return 0.0
 
 
 def disk_bytes(path: Path) -> int:
+    """What a directory and the files in it take on disk; what cannot be read counts as nothing."""
     total = 0
     with contextlib.suppress(OSError):
         for each in (path, *path.iterdir()):

@@ -41,6 +41,22 @@ class Store:
         every = [*((each, True) for each in self.search), (self.root, False), (self.standby, False)]
         return [(root, read_only) for root, read_only in every if root is not None and self._trusted(root, read_only)]
 
+    def refusal(self) -> str:
+        """Why the entries in `root` are not used; "" if they are, or if it does not exist yet."""
+        if self.root is None:
+            return "there is no home directory"
+        try:
+            files.check_directory(self.root, files.owners())
+        except FileNotFoundError:
+            return ""
+        except (Refused, OSError) as error:
+            return str(error)
+        return ""
+
+    def holds(self, group: str, slug: str) -> bool:
+        """Whether there is an entry of this name, of whatever compiler and sources; it is not looked into."""
+        return any(path.name.startswith(f"{slug}-") for path, _, _ in self._paths(group))
+
     def find(self, key: Key) -> Entry | None:
         """The entry of exactly this key, verified, or None. A bad one is told of, and removed if the root is ours."""
         looks = (self._look(group / key.name, root, read_only) for group, root, read_only in self._groups(key.group))
@@ -116,6 +132,11 @@ class Store:
                 found.append(load(path, root, read_only, hashed=False))
         return found
 
+    def bad(self) -> list[Path]:
+        """What `entries` leaves out."""
+        good = {entry.path for entry in self.entries()}
+        return [path for path, _, _ in self._paths() if path not in good]
+
     def verify(self) -> list[tuple[Path, str | None]]:
         """Every entry of every root with what is wrong with it, None for a good one. Removes nothing."""
         found: list[tuple[Path, str | None]] = []
@@ -136,7 +157,7 @@ class Store:
         for path, root, read_only in self._paths():
             if not read_only:
                 try:
-                    used = load(path, root, read_only, hashed=False).last_used
+                    used = load(path, root, read_only).last_used
                 except Refused:
                     used = -float("inf")
                 old = older_than is not None and now - used > older_than
@@ -167,12 +188,15 @@ class Store:
         return removed
 
     def export(self, tar_path: Path, entries: Iterable[Entry] | None = None) -> list[Entry]:
-        """Write `entries` (None: all) to a tar file, gzipped if its name ends in gz. Those written: all that verify."""
+        """Write `entries` (None: all) to a tar file, gzipped if its name ends in gz. Those written: all that verify; if
+        none does, no file is written."""
         chosen: dict[str, Entry] = {}
         for each in self.entries() if entries is None else entries:
             entry = self._look(each.path, each.root, each.read_only)
             if entry is not None:
                 chosen.setdefault(f"{each.path.parent.name}/{each.path.name}", entry)
+        if not chosen:
+            return []
         pack(
             tar_path,
             (

@@ -844,7 +844,9 @@ def test_export_and_import_carry_entries_to_a_machine_without_a_compiler(cache, 
         assert {each.key for each in there.import_(tmp_path / name)} == {KEY, NVRTC}
         assert get(there, build=never).artefact.read_bytes() == GOOD
         assert get(there, NVRTC, build=never).meta == cache.find(NVRTC).meta
-        assert there.import_(tmp_path / name) == []
+        known = []
+        assert there.import_(tmp_path / name, known) == []
+        assert len(known) == 2
         assert set(os.listdir(there.root)) == {"cuda"}
     (there.find(KEY).artefact).write_bytes(b"damaged")
     assert [each.key for each in there.import_(tmp_path / "all.tar")] == [KEY]
@@ -857,6 +859,7 @@ def test_export_and_import_carry_entries_to_a_machine_without_a_compiler(cache, 
 def test_a_bad_entry_is_not_exported(cache, tmp_path):
     _damage_flipped(get(cache).path)
     assert cache.export(tmp_path / "all.tar") == []
+    assert not (tmp_path / "all.tar").exists()
 
 
 def _member(name: str, data: bytes = b"x", **fields) -> tuple[tarfile.TarInfo, bytes]:

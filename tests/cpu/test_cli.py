@@ -8,13 +8,16 @@ import os
 import subprocess
 import sys
 import tarfile
+from pathlib import Path
 
+import click
 import pytest
 from click.testing import CliRunner
 
 from ffpa_jit import problem
 from ffpa_jit.cache import Built, Key, default_cache
 from ffpa_jit.cli import main
+from ffpa_jit.toolchain import Nvrtc
 from tests.cpu.conftest import ROOT, run_python
 
 warming = importlib.import_module("ffpa_jit.warm")
@@ -48,21 +51,21 @@ def compiled(monkeypatch):
     """Nothing is compiled: what would be is noted, and fails where its name holds a word of the list returned."""
     units, bad = [], []
 
-    def pretend(asked, *, dry_run):
+    def pretend(asked, mode):
         units.extend(asked)
         return [
             warming.Result(unit.backend, unit.name, "failed", 1.0, None, "ptxas: error")
             if any(word in unit.name for word in bad)
-            else warming.Result(unit.backend, unit.name, "planned" if dry_run else "built", 1.5, "/cache/x")
+            else warming.Result(unit.backend, unit.name, "planned" if mode == "look" else "built", 1.5, "/cache/x")
             for unit in asked
-        ]
+        ], ["the disk is slow"]
 
     monkeypatch.setattr(warming, "_in_process", pretend)
     return units, bad
 
 
 def test_warm_compiles_every_combination_once(compiled):
-    done = run("warm", "--headdim", "512,500", "--dtype", "bf16,fp16", "--arch", "sm_90,sm_80", "--backend", "cuda")
+    done = run("warm", "--headdim", "512,504", "--dtype", "bf16,fp16", "--arch", "sm_90,sm_80", "--backend", "cuda")
     assert done.exit_code == 0, done.output
     names = sorted(unit.name for unit in compiled[0])
     assert names == [f"sm_{a}-d512-{t}-f32-s2" for a in (80, 90) for t in ("bf16", "fp16")]
@@ -96,15 +99,17 @@ def test_warm_as_json(compiled):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--headdim", "200"), "from 257 to 1024"),
+        (("--headdim", "200"), "head dims are multiples of 8 from 264 to 1024"),
+        (("--headdim", "300", "--backend", "cuda"), "head dims are multiples of 8 from 264 to 1024"),
+        (("--headdim", "1032"), "head dims are multiples of 8 from 264 to 1024"),
         (("--headdim", "many"), "not a list of head dims"),
         (("--headdim", ""), "an argument is empty"),
         (("--headdim", "512", "--dtype", "fp32"), "float16"),
         (("--headdim", "512", "--acc", "f16"), "acc='f16' needs float16 inputs"),
         (("--headdim", "512", "--stages", "9"), "choose 1, 2, 3 or 4"),
         (("--headdim", "512", "--backend", "cutedsl"), "choose of cuda, triton"),
-        (("--headdim", "512", "--arch", "sm_70"), "sm_90"),
-        (("--headdim", "300", "--backend", "triton"), "multiples of 8"),
+        (("--headdim", "512", "--arch", "sm_75"), "CUDA: sm_80, sm_86"),
+        (("--headdim", "512", "--arch", "sm90"), "; Triton: sm_80, sm_87"),
         (("--headdim", "512", "--jobs", "0"), "x>=1"),
         (("--headdim", "512", "--frobnicate"), "No such option"),
     ],
@@ -121,7 +126,7 @@ def test_without_a_gpu_an_architecture_is_asked_for(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     done = run("warm", "--headdim", "512")
     assert done.exit_code == 2
-    assert "--arch sm_90" in done.stderr
+    assert done.stderr.strip().endswith("there is no GPU here to compile for; name an architecture: --arch sm_90")
     with pytest.raises(ValueError, match="arch='sm_90'"):
         warming.warm(512)
 
@@ -145,8 +150,145 @@ def test_a_dry_run_in_its_process_finds_nothing_and_leaves_nothing(tmp_path):
     assert not (tmp_path / "cache" / "cuda").exists()
 
 
+@pytest.mark.parametrize("root", ["under a file", "open to others", "in /proc"])
+def test_a_cache_that_keeps_nothing_fails_every_kernel_before_it_is_compiled(compiled, tmp_path, monkeypatch, root):
+    path = tmp_path / "root"
+    if root == "under a file":
+        path.write_text("")
+        path /= "cache"
+    elif root == "open to others":
+        path.mkdir()
+        path.chmod(0o775)
+    else:
+        path = Path("/proc/ffpa-jit")
+    monkeypatch.setenv("FFPA_JIT_CACHE_DIR", str(path))
+    done = run("warm", "--headdim", "512", "--arch", "sm_90")
+    assert done.exit_code == 1
+    assert compiled[0] == []
+    assert done.stderr.count(f"nothing can be kept: {path} is not used: ") == 3
+    assert "; set FFPA_JIT_CACHE_DIR to a directory of your own" in done.stderr
+    assert all(result.failed for result in warming.warm(512, arch="sm_90"))
+
+
+def test_what_lands_in_a_temporary_cache_is_a_failure(tmp_path, monkeypatch):
+    """The root can be written, and the directory of the group is refused."""
+    (tmp_path / "cache" / "cuda").mkdir(parents=True, mode=0o700)
+    (tmp_path / "cache").chmod(0o700)
+    (tmp_path / "cache" / "cuda").chmod(0o777)
+    monkeypatch.setattr("ffpa_jit.cuda.kernels.warm", lambda spec: (entry(), "built", 1.0))
+    result = warming._work(warming._Unit("cuda", "x", ("sm_90", 512, "bf16")), "all")
+    assert result.failed
+    assert result.message.startswith(
+        f"nothing can be kept: {tmp_path / 'cache'} is not used: {tmp_path}/cache/cuda can"
+    )
+
+
+def test_warnings_of_the_processes_are_passed_on_once(compiled, warnings_seen):
+    warming.warm([320, 512], arch="sm_90")
+    assert warnings_seen == ["the disk is slow"]
+
+
+def test_a_process_hands_over_its_warnings(tmp_path):
+    code = """
+import json, logging, sys
+from ffpa_jit import warm
+def work(unit, mode):
+    logging.getLogger("ffpa_jit").warning("mind %s", unit.name)
+    return warm.Result(unit.backend, unit.name, "hit")
+import importlib; warm = importlib.import_module("ffpa_jit.warm")
+warm._work = work
+warm._serve()
+"""
+    answer = tmp_path / "answer.json"
+    task = {"units": [{"backend": "cuda", "name": "x", "arguments": []}], "mode": "all", "answer": str(answer)}
+    subprocess.run([sys.executable, "-c", code], input=json.dumps(task), text=True, check=True, cwd=ROOT)
+    assert json.loads(answer.read_text())["warnings"] == ["mind x"]
+
+
+def test_what_is_cached_is_answered_by_one_process(monkeypatch):
+    for dims in (320, 512):
+        entry(f"sm_90-d{dims}-bf16-f32-s2")
+    asked = []
+
+    def pretend(units, mode):
+        asked.append((mode, [unit.name for unit in units]))
+        hit = mode == "hits"
+        return [warming.Result(unit.backend, unit.name, "hit" if hit else "built") for unit in units], []
+
+    monkeypatch.setattr(warming, "_in_process", pretend)
+    results = warming.warm([320, 512, 640], arch="sm_90", backend="cuda")
+    assert asked == [
+        ("hits", ["sm_90-d320-bf16-f32-s2", "sm_90-d512-bf16-f32-s2"]), ("all", ["sm_90-d640-bf16-f32-s2"]),
+    ]  # fmt: skip
+    assert [result.how for result in results] == ["hit", "hit", "built"]
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """Two GPUs of sm_90 and one of sm_80; what is loaded on them is noted."""
+    loaded, current = [], [0]
+
+    class Device:
+        def __init__(self, index):
+            self.index = index
+
+        def __enter__(self):
+            current.append(self.index)
+
+        def __exit__(self, *_):
+            current.pop()
+
+    class Kernel:
+        def __init__(self, spec):
+            self.spec = spec
+
+        def prepare(self):
+            if self.spec.head_dim == 640:
+                raise RuntimeError("out of memory")
+            loaded.append((self.spec.slug, current[-1]))
+
+    class Triton:
+        def warm(self, problem):
+            loaded.append((problem.arch, problem.head_dim, problem.is_causal, problem.needs_grad, problem.device_index))
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 3)
+    monkeypatch.setattr("torch.cuda.device", Device)
+    monkeypatch.setattr(problem, "_cuda_arch", lambda index: "sm_80" if index == 1 else "sm_90")
+    monkeypatch.setattr("ffpa_jit.cuda.kernels.kernel", Kernel)
+    monkeypatch.setattr("ffpa_jit.registry.get", lambda name: {"triton": Triton()}[name])
+    return loaded
+
+
+def test_warm_for_the_gpus_here_loads_in_this_process_on_each(compiled, gpus):
+    warming.warm(512, backend="cuda")
+    assert gpus == [("sm_90-d512-bf16-f32-s2", 0), ("sm_90-d512-bf16-f32-s2", 2), ("sm_80-d512-bf16-f32-s2", 1)]
+    gpus.clear()
+    warming.warm(512, backend="triton")
+    for arch, index in (("sm_90", 0), ("sm_90", 2), ("sm_80", 1)):
+        for causal in (False, True):
+            assert (arch, 512, causal, True, index) in gpus
+    gpus.clear()
+    warming.warm(512, load=False)
+    warming.warm(512, arch="sm_90")
+    warming.warm(512, dry_run=True)
+    assert run("warm", "--headdim", "512").exit_code == 0
+    assert gpus == []
+    warming.warm(512, arch="sm_80", backend="cuda", load=True)
+    assert gpus == [("sm_80-d512-bf16-f32-s2", 1)]
+
+
+def test_what_cannot_be_loaded_is_a_failure_and_what_failed_is_not_loaded(compiled, gpus):
+    compiled[1].append("sm_90-d512")
+    results = {result.name: result for result in warming.warm([512, 640], backend="cuda")}
+    assert gpus == [("sm_80-d512-bf16-f32-s2", 1)]
+    assert results["sm_90-d640-bf16-f32-s2"].failed
+    assert "cannot be loaded on GPU 0: RuntimeError: out of memory" in results["sm_90-d640-bf16-f32-s2"].message
+    assert results["sm_90-d512-bf16-f32-s2"].message == "ptxas: error"
+
+
 def test_a_unit_that_raises_is_a_failure_with_its_reason():
-    result = warming._work(warming._Unit("cuda", "x", ("sm_1", 512, "bf16")), False)
+    result = warming._work(warming._Unit("cuda", "x", ("sm_1", 512, "bf16")), "all")
     assert result.failed
     assert "sm_1" in result.message
 
@@ -214,12 +356,37 @@ def test_info_reads_well_and_survives_what_is_broken(monkeypatch):
     assert json.loads(run("info", "--json").stdout)["toolchain"] == {"error": "OSError: no such thing"}
 
 
+@pytest.mark.parametrize(
+    ("setting", "nvrtc", "said"),
+    [
+        (None, True, "used: nvrtc 13.0.88"),
+        ("nvrtc", True, "used: nvrtc 13.0.88 (FFPA_JIT_COMPILER)"),
+        (None, False, "none: pip install nvidia-cuda-nvrtc"),
+        ("nvcc", True, "none: FFPA_JIT_COMPILER=nvcc, which cannot be used"),
+        ("foo", True, "error: FFPA_JIT_COMPILER='foo' is not a compiler"),
+    ],
+)
+def test_info_begins_with_the_compiler_that_would_be_used(monkeypatch, setting, nvrtc, said):
+    monkeypatch.setattr("ffpa_jit.toolchain.find_nvcc", lambda: None)
+    found = Nvrtc(Path("/l/libnvrtc.so.13"), Path("/l/libnvrtc-builtins.so.13.0"), "13.0.88") if nvrtc else None
+    monkeypatch.setattr("ffpa_jit.toolchain.find_nvrtc", lambda: found)
+    for name in ("CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    if setting:
+        monkeypatch.setenv("FFPA_JIT_COMPILER", setting)
+    lines = run("info").stdout.splitlines()
+    at = lines.index("toolchain")
+    assert lines[at + 1].startswith(f"  {said}")
+    assert lines[at + 2] == "  missing CUDA_HOME: not set"
+
+
 def test_explain_is_of_the_architecture_that_was_named():
     asked = problem._cuda_arch
     call = ("explain", "--headdim", 512, "--heads", 32, "--kv-heads", 8, "--causal", "--grad", "--json")
     there = run(*call, "--arch", "sm_90")
     assert there.exit_code == 0, there.output
     assert json.loads(there.stdout)["forward"] != "sdpa"
+    assert json.loads(there.stdout)["summary"].endswith("on sm_90, causal")
     old = json.loads(run(*call, "--arch", "sm_70").stdout)
     assert old["forward"] == "sdpa"
     assert "sm_70" in " ".join(old["reasons"]["triton"])
@@ -253,7 +420,34 @@ def test_cache_path_and_list(tmp_path):
     assert listed["compiler"] == "nvrtc 13.0.88"
     shown = run("cache", "list")
     assert "sm_90-d512-bf16-f32-s2" in shown.stdout
-    assert "1 entries" in shown.stderr
+    assert "1 entry, " in shown.stderr
+    assert "0 min ago" in shown.stdout
+    assert "bad" not in shown.stderr
+    (made.path / "meta.json").write_text("{}")
+    assert "1 bad left out" in run("cache", "list").stderr
+
+
+def test_cache_list_says_where_entries_are(tmp_path, monkeypatch):
+    entry()
+    monkeypatch.setenv("FFPA_JIT_CACHE_PATH", str(tmp_path / "cache"))
+    monkeypatch.setenv("FFPA_JIT_CACHE_DIR", str(tmp_path / "mine"))
+    told = run("cache", "list").stderr.splitlines()
+    assert told[0].startswith("1 entry, ")
+    assert told[0].endswith(f", in {tmp_path / 'cache'} (read-only)")
+    assert told[1] == f"0 entries, 0 B, in {tmp_path / 'mine'}"
+
+
+@pytest.mark.parametrize(
+    ("command", "what"), [("verify", "checked"), ("list", "listed"), ("prune", "removed"), ("clear", "removed")]
+)
+def test_a_cache_that_is_refused_is_an_error(tmp_path, command, what):
+    entry()
+    (tmp_path / "cache").chmod(0o775)
+    done = run("cache", command, *(["--yes"] if command == "clear" else []))
+    assert done.exit_code == 1
+    assert f"{tmp_path / 'cache'} is not used: {tmp_path / 'cache'} can be written by other users" in done.stderr
+    assert done.stderr.strip().endswith(f"; nothing was {what}")
+    assert list((tmp_path / "cache" / "cuda").iterdir())
 
 
 def test_cache_verify_finds_a_flipped_bit():
@@ -268,7 +462,10 @@ def test_cache_verify_finds_a_flipped_bit():
 
 def test_cache_prune_and_clear():
     entry()
-    assert run("cache", "prune").exit_code == 2
+    assert "removed 0 entries" in run("cache", "prune").stdout
+    entry("sm_90-d320-bf16-f32-s2").artefact.write_bytes(b"machine cod!")
+    assert "removed 1 entry" in run("cache", "prune").stdout
+    assert len(default_cache().entries()) == 1
     assert run("cache", "prune", "--max-size", "big").exit_code == 2
     assert json.loads(run("cache", "prune", "--older-than", "30d", "--max-size", "2GB", "--json").stdout) == []
     assert "removed 1" in run("cache", "prune", "--max-size", "0").stdout
@@ -281,7 +478,12 @@ def test_cache_prune_and_clear():
 
 def test_a_cache_is_carried_to_another_machine(tmp_path, monkeypatch):
     tar = tmp_path / "kernels.tar.gz"
-    assert run("cache", "export", tar).exit_code == 1
+    tar.write_bytes(b"an older export")
+    done = run("cache", "export", tar)
+    assert done.exit_code == 1
+    assert f"nothing to export, so {tar} was not written" in done.stderr
+    assert done.stdout == ""
+    assert tar.read_bytes() == b"an older export"
     entry()
     entry("sm_90-d512-bf16-forward", "triton")
     assert "2 entries" in run("cache", "export", tar).stdout
@@ -290,7 +492,8 @@ def test_a_cache_is_carried_to_another_machine(tmp_path, monkeypatch):
     monkeypatch.setenv("FFPA_JIT_CACHE_DIR", str(tmp_path / "elsewhere"))
     done = run("cache", "import", tar)
     assert done.exit_code == 0, done.output
-    assert "imported 2 entries" in done.stdout
+    assert "imported 2 entries, into" in done.stdout
+    assert "imported 0 entries, 2 were there already, into" in run("cache", "import", tar).stdout
     assert "note: sm_90-d512-bf16-forward" in done.stderr
     assert [each.artefact.read_bytes() for each in default_cache().entries()] == [b"machine code"] * 2
 
@@ -300,11 +503,24 @@ def test_what_is_no_export_is_not_imported(tmp_path):
     done = run("cache", "import", tmp_path / "junk.tar")
     assert done.exit_code == 1
     assert "cannot be read as a tar file" in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
     assert run("cache", "import", tmp_path / "absent.tar").exit_code == 2
     assert run("cache", "export", tmp_path / "no" / "such" / "x.tar").exit_code == 1
 
 
 # the program
+
+
+@pytest.mark.parametrize("group", [(), ("cache",)])
+def test_the_list_of_commands_is_not_cut_off(group):
+    said = run(*group, "--help", terminal_width=80).stdout
+    assert "Commands:" in said
+    assert "..." not in said.replace("[ARGS]...", "")
+
+
+def test_every_option_has_a_help_text():
+    commands = [*main.commands.values(), *main.commands["cache"].commands.values()]
+    assert not [(c.name, o.name) for c in commands for o in c.params if isinstance(o, click.Option) and not o.help]
 
 
 def test_the_module_is_the_program():

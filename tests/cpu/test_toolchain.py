@@ -128,21 +128,31 @@ def test_no_toolchain_at_all_lists_every_probe_with_a_remedy(machine):
     found = probes()
     assert [each.name.replace(str(machine.default), "default home") for each in found] == PLACES
     assert not any(each.found for each in found)
-    assert all(each.detail and each.remedy for each in found)
+    assert all(each.detail and each.remedy for each in found[1:])
+    assert (found[0].detail, found[0].remedy) == ("not set", "")
     error = str(ToolchainError())
     for each in found:
         assert f"{each.name}: {each.detail}" in error
         assert each.remedy in error
     assert machine.runs == 0
     assert "pip install 'ffpa-jit[nvcc]'" in error
-    assert "pip install nvidia-cuda-nvrtc" in error
+    assert error.startswith("no CUDA compiler can be used: pip install nvidia-cuda-nvrtc")
+
+
+@pytest.mark.parametrize(("wanted", "other"), [("nvcc", "NVRTC from PyPI"), ("nvrtc", "host compiler")])
+def test_the_error_for_a_forced_compiler_is_about_that_one_only(machine, wanted, other):
+    lines = str(ToolchainError(wanted)).splitlines()
+    assert lines[0].startswith(f"FFPA_JIT_COMPILER={wanted} allows no other")
+    assert not any(other in line for line in lines)
+    assert "unset FFPA_JIT_COMPILER" in lines[-1]
+    assert "pip install nvidia-cuda-nvrtc" in lines[-1]
 
 
 def test_the_error_names_the_compiler_that_was_asked_for_and_survives_pickling():
     error = ToolchainError(
         "nvcc", [Probe("ninja", False, "not there", "pip install ninja"), Probe("g++", True, "/g", "")]
     )
-    assert str(error).startswith("nvcc, the only compiler")
+    assert "FFPA_JIT_COMPILER=nvcc" in str(error)
     assert "missing  ninja: not there" in str(error)
     assert "found    g++: /g" in str(error)
     assert isinstance(error, RuntimeError)
