@@ -14,10 +14,10 @@ import ffpa_jit
 from ffpa_jit import info as report
 from ffpa_jit.backends import NAMES
 from ffpa_jit.cli_cache import cache
-from ffpa_jit.console import as_json, listed, print_json, table
+from ffpa_jit.console import Group, as_json, listed, print_json, table
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.group(cls=Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(ffpa_jit.__version__, prog_name="ffpa-jit")
 def main() -> None:
     """Attention for head dims 257 to 1024: compile its kernels, look after them, see what runs."""

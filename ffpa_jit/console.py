@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 from collections.abc import Callable
@@ -14,6 +15,18 @@ __all__ = ["BYTES", "SECONDS", "as_json", "counted", "listed", "print_json", "si
 T = TypeVar("T")
 
 as_json = click.option("--json", "json_", is_flag=True, help="Print JSON.")
+
+
+class Group(click.Group):
+    """Commands whose errors are messages: what this package refuses, and what the system does, is no crash."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except (OSError, OverflowError, RuntimeError, ValueError) as error:
+            if isinstance(error, click.exceptions.Exit) or getattr(error, "errno", None) == errno.EPIPE:
+                raise  # click's own business
+            raise click.ClickException(str(error)) from error
 
 
 def listed(convert: Callable[[str], T], what: str) -> Callable[[Any, Any, str | None], list[T] | None]:

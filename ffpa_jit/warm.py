@@ -14,6 +14,7 @@ import contextlib
 import json
 import logging
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -24,7 +25,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from ffpa_jit import settings
+from ffpa_jit import registry, settings
 from ffpa_jit.cache import Entry, default_cache
 
 __all__ = ["BACKENDS", "Result", "default_jobs", "local_archs", "warm"]
@@ -138,6 +139,8 @@ def warm(
                 pool.shutdown(wait=False, cancel_futures=True)
                 _stop_all()
                 raise
+    if not dry_run:
+        registry.changed()  # what was refused for want of a kernel or a compiler may run now
     if not dry_run and (arch is None if load is None else load):
         _load([unit for unit in units if not results[unit].failed], results)
     return [results[unit] for unit in units] + skipped
@@ -230,7 +233,8 @@ _processes: set[subprocess.Popen[bytes]] = set()
 
 def _stop_all() -> None:
     for process in list(_processes):
-        process.kill()
+        with contextlib.suppress(OSError):
+            os.killpg(process.pid, signal.SIGTERM)  # ninja then ends its compilers too; SIGKILL would orphan them
 
 
 def _in_process(units: list[_Unit], mode: Mode) -> tuple[list[Result], list[str]]:
@@ -242,7 +246,7 @@ def _in_process(units: list[_Unit], mode: Mode) -> tuple[list[Result], list[str]
         with log.open("wb") as output:
             process = subprocess.Popen(
                 [sys.executable, "-c", "from ffpa_jit.warm import _serve; _serve()"],
-                stdin=subprocess.PIPE, stdout=output, stderr=output, env=_environment(),
+                stdin=subprocess.PIPE, stdout=output, stderr=output, env=_environment(), start_new_session=True,
             )  # fmt: skip
             _processes.add(process)
             try:
@@ -383,7 +387,6 @@ def _load_cuda(unit: _Unit, index: int) -> None:
 def _load_triton(unit: _Unit, index: int) -> None:
     import torch
 
-    from ffpa_jit import registry
     from ffpa_jit.problem import Problem
 
     arch, head_dim, dtype, direction = unit.arguments

@@ -6,9 +6,12 @@ is written at all. Whether they are what they claim to be, the cache verifies be
 
 from __future__ import annotations
 
+import errno
 import io
+import lzma
 import os
 import tarfile
+import zlib
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -17,10 +20,14 @@ from ffpa_jit.cache.files import PLAIN_NAME, make_directory, private_name, remov
 __all__ = ["pack", "unpack"]
 
 _LARGEST = 1 << 28  # bytes of all files together
+_MOST = 20_000  # files
 
 
 def pack(tar_path: Path, files: Iterable[tuple[str, bytes]]) -> None:
     """Write the files, named as in the tar, to `tar_path`, gzipped if it ends in gz; it is replaced whole or not."""
+    tar_path = tar_path.resolve()  # what a link points to is replaced, not the link
+    if tar_path.exists() and not tar_path.is_file():
+        raise FileExistsError(errno.EEXIST, "is there and no file", str(tar_path))
     aside = tar_path.with_name(private_name() + tar_path.name)
     try:
         with open(aside, "xb") as raw, tarfile.open(fileobj=raw, mode="w:gz" if _gzipped(tar_path) else "w:") as tar:
@@ -52,11 +59,11 @@ def unpack(tar_path: Path, into: Path) -> list[Path]:
                 if not plain or not member.isreg() or parts in files:
                     raise ValueError(f"{tar_path} is not an exported kernel cache: it has {member.name!r} in it")
                 total += member.size
-                if total > _LARGEST:
-                    raise ValueError(f"{tar_path} holds more than {_LARGEST >> 20} MiB")
+                if total > _LARGEST or len(files) >= _MOST:
+                    raise ValueError(f"{tar_path} holds more than {_LARGEST >> 20} MiB or {_MOST} files")
                 content = tar.extractfile(member)
                 files[parts] = content.read() if content is not None else b""
-    except (tarfile.TarError, EOFError, OSError) as error:
+    except (tarfile.TarError, EOFError, OSError, zlib.error, lzma.LZMAError) as error:
         if isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError):
             raise
         reason = str(error).partition("\n")[0].rstrip(":")  # then one line for each compression that was tried

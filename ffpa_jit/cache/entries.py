@@ -31,6 +31,11 @@ class Key:
     compiler: str  # "nvcc 13.0.88 (cuda_13.0.r13.0/compiler.36424714_0)", "nvrtc 13.0.88"
 
     def __post_init__(self) -> None:
+        texts = (self.group, self.slug, self.source, self.compiler, *self.spec)
+        if not all(isinstance(text, str) for text in texts) or not all(
+            isinstance(value, str | int) for value in self.spec.values()
+        ):
+            raise TypeError("a key has strings, and integers in its spec")
         names = (self.group, f"{self.slug}-{'0' * 16}")
         if not all(PLAIN_NAME.fullmatch(name) for name in names) or self.group in RESERVED:
             raise ValueError(f"{self.group!r} and {self.slug!r} cannot name a group and an entry of the cache")

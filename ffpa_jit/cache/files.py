@@ -167,14 +167,20 @@ def private_name() -> str:
 
 
 def stale(path: Path) -> bool:
-    """Whether `path` has a name of `private_name`, and its process is gone or has not touched it for an hour."""
-    return _PRIVATE.search(path.name) is not None and (_dead(path) or _untouched(path))
+    """Whether `path` has a name of `private_name`, and its process is gone or has not touched it for an hour.
+
+    Of a process that runs here, a day: the clock of a file server may be far from ours, and a machine may sleep.
+    """
+    match = _PRIVATE.search(path.name)
+    if match is None or _dead(path):
+        return match is not None
+    return _untouched(path, 24 * _ABANDONED if match[2] == machine() else _ABANDONED)
 
 
 def long_dead(path: Path) -> bool:
     """Whether `path` is ours, has a name of `private_name`, and its process has been gone for an hour."""
     with contextlib.suppress(OSError):
-        return _dead(path) and _untouched(path) and (not _POSIX or os.lstat(path).st_uid == os.geteuid())
+        return _dead(path) and _untouched(path, _ABANDONED) and (not _POSIX or os.lstat(path).st_uid == os.geteuid())
     return False
 
 
@@ -192,10 +198,10 @@ def _dead(path: Path) -> bool:
     return False
 
 
-def _untouched(path: Path) -> bool:
-    """Whether nothing was done in `path` for an hour."""
+def _untouched(path: Path, seconds: float) -> bool:
+    """Whether nothing was done in `path` for so long."""
     with contextlib.suppress(OSError):
-        return time.time() - os.lstat(path).st_mtime > _ABANDONED
+        return time.time() - os.lstat(path).st_mtime > seconds
     return False
 
 

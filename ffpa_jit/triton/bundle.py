@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from ffpa_jit.cache import Built, Entry, Key, default_cache
+from ffpa_jit.cache.files import PLAIN_NAME
 from ffpa_jit.triton.configs import FAMILIES, family
 
 __all__ = [
@@ -207,6 +208,10 @@ def restore(entry: Entry) -> Restored:
     """
     with zipfile.ZipFile(entry.artefact) as bundle:
         manifest = json.loads(bundle.read("manifest.json"))
+        # They become paths. An entry's hash says that it is whole, not where it comes from.
+        names = [name for key, names in manifest["kernels"].items() for name in (key, *names)]
+        if not all(PLAIN_NAME.fullmatch(name) for name in (*names, *manifest["modules"])):
+            raise ValueError(f"{entry.path.name} names files that no bundle holds")
         kernels = sum(_restore_kernel(bundle, key, names) for key, names in manifest["kernels"].items())
         modules, left_out = 0, ""
         if manifest["modules"]:

@@ -328,7 +328,8 @@ def test_what_others_left_behind_is_swept_and_what_runs_is_not(cache):
     for name, age, stays in [
         (f".tmp-{dead.pid}-{here}-00000001", time.time(), False),
         (f".tmp-{os.getppid()}-{here}-00000002", time.time(), True),
-        (f".tmp-{os.getppid()}-{here}-00000003", hours_ago, False),
+        (f".tmp-{os.getppid()}-{here}-00000003", hours_ago, True),  # the clocks may differ, or the machine have slept
+        (f".tmp-{os.getppid()}-{here}-00000006", hours_ago - 24 * 3600, False),
         (f".tmp-{dead.pid}-{elsewhere}-00000004", time.time(), True),
         (f".tmp-{dead.pid}-{elsewhere}-00000005", hours_ago, False),
         (".tmp-not-ours", hours_ago, True),
@@ -854,6 +855,35 @@ def test_export_and_import_carry_entries_to_a_machine_without_a_compiler(cache, 
     assert [each.key for each in only] == [NVRTC]
     with tarfile.open(tmp_path / "one.tar") as tar:
         assert {Path(name).parts[1] for name in tar.getnames()} == {NVRTC.name}
+
+
+@pytest.mark.parametrize("change", [{"compiler": ["nvcc"]}, {"source": 1}, {"spec": {"arch": None}}, {"slug": 5}])
+def test_a_key_of_other_types_is_none(change):
+    with pytest.raises((TypeError, ValueError)):
+        Key(**{**KEY.fields(), **change})
+
+
+@pytest.mark.parametrize("suffix", ["gz", "xz"])
+def test_a_damaged_compressed_tar_is_a_value_error(cache, tmp_path, suffix):
+    import gzip
+    import lzma
+
+    get(cache)
+    cache.export(tmp_path / "all.tar")
+    whole = {"gz": gzip, "xz": lzma}[suffix].compress((tmp_path / "all.tar").read_bytes())
+    damaged = tmp_path / f"damaged.tar.{suffix}"
+    for at in range(20, len(whole), 7):
+        damaged.write_bytes(whole[:at] + bytes([whole[at] ^ 0x40]) + whole[at + 1 :])
+        with contextlib.suppress(ValueError):
+            Cache(tmp_path / "there").import_(damaged)
+
+
+def test_a_tar_of_very_many_files_is_refused(cache, tmp_path):
+    with tarfile.open(tmp_path / "many.tar", "w") as tar:
+        for i in range(20_001):
+            tar.addfile(tarfile.TarInfo(f"cuda/entry-{i}/kernel.so"))
+    with pytest.raises(ValueError, match="files"):
+        cache.import_(tmp_path / "many.tar")
 
 
 def test_a_bad_entry_is_not_exported(cache, tmp_path):

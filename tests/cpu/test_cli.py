@@ -14,7 +14,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from ffpa_jit import problem
+from ffpa_jit import problem, registry
 from ffpa_jit.cache import Built, Key, default_cache
 from ffpa_jit.cli import main
 from ffpa_jit.toolchain import Nvrtc
@@ -532,3 +532,38 @@ def test_the_module_is_the_program():
     wrong = module("compile")
     assert wrong.returncode == 2
     assert "No such command" in wrong.stderr
+
+
+# What the system or the package refuses is a message, never a traceback
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("cache", "prune", "--max-size", "9" * 400),
+        ("explain", "--headdim", "512", "--heads", "10000000000000", "--arch", "sm_90"),
+        ("cache", "import", "/"),
+        ("cache", "export", "/dev/full"),
+    ],
+)
+def test_an_error_is_a_message(arguments):
+    entry()
+    done = run(*arguments)
+    assert done.exit_code in (1, 2)
+    assert isinstance(done.exception, SystemExit)
+    assert "Error" in done.stderr
+
+
+def test_export_leaves_what_is_no_file_alone(tmp_path):
+    entry()
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    assert run("cache", "export", pipe).exit_code == 1
+    assert pipe.is_fifo()
+
+
+def test_decisions_made_without_a_kernel_are_made_anew_after_warm(compiled):
+    heard = []
+    registry.on_change(lambda: heard.append(True))
+    warming.warm(512, arch="sm_90", backend="cuda")
+    assert heard

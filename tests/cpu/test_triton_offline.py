@@ -10,10 +10,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from ffpa_jit.triton.bundle import restore
 from tests.cpu.conftest import run_python
 
 pytest.importorskip("triton")
@@ -228,3 +231,15 @@ def test_the_compile_script_and_the_warm_share_one_way_of_compiling():
     done = subprocess.run([sys.executable, "bench/compile_kernels.py", "--help"], capture_output=True, text=True,
                           cwd=Path(__file__).resolve().parents[2], check=True)  # fmt: skip
     assert "ffpa_jit.triton.offline" in done.stdout
+
+
+@pytest.mark.parametrize("hostile", ["../../../pwned.txt", "/tmp/pwned.txt", "a/b"])
+def test_a_bundle_cannot_name_a_file_outside_the_cache(tmp_path, hostile):
+    artefact = tmp_path / "kernels.zip"
+    with zipfile.ZipFile(artefact, "w") as bundle:
+        manifest = {"kernels": {"A" * 52: [hostile]}, "modules": [], "glibc": ""}
+        bundle.writestr("manifest.json", json.dumps(manifest))
+        bundle.writestr(f"kernels/{'A' * 52}/{hostile}", b"x")
+    entry = SimpleNamespace(artefact=artefact, path=tmp_path)
+    with pytest.raises(ValueError, match="no bundle holds"):
+        restore(entry)
