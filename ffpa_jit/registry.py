@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.metadata
 import importlib.util
+import re
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol, cast
 
@@ -113,6 +115,9 @@ _MODULES: dict[str, tuple[str, tuple[tuple[str, str], ...]]] = {
     "cuda": ("ffpa_jit.cuda.backend", ()),
 }
 
+# Before, Triton has no tensor descriptors (3.3), or none that all kernels compile with (3.4).
+_AT_LEAST = {"triton": (3, 5)}
+
 _loaded: dict[str, Implementation] = {"cutedsl": cast(Implementation, _NotBuilt("cutedsl", "CuTe-DSL"))}
 _listeners: list[Callable[[], None]] = []
 
@@ -122,6 +127,20 @@ def _present(package: str) -> bool:
         return importlib.util.find_spec(package) is not None
     except (ImportError, ValueError):
         return False  # blocked, or half-imported: not usable either way
+
+
+def _too_old(package: str) -> str | None:
+    """What is wrong with the version of an installed package; None if nothing is, or it has none."""
+    needed = _AT_LEAST.get(package)
+    for distribution in (package, f"pytorch-{package}", f"pytorch-{package}-rocm"):  # as torch's own builds are called
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            version = importlib.metadata.version(distribution)
+            numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+            if needed is not None and numbers < needed:
+                wanted = ".".join(map(str, needed))
+                return f"{distribution} {version} is installed, the kernels need {wanted} or newer (it comes with torch 2.9)"
+            return None
+    return None
 
 
 def missing(name: str) -> Refusal | None:
@@ -134,6 +153,9 @@ def missing(name: str) -> Refusal | None:
         for package, remedy in packages:
             if not _present(package):
                 return Refusal("not-installed", f"{package} is not installed: {remedy}")
+            old = _too_old(package)
+            if old is not None:
+                return Refusal("too-old", f"{old}: {remedy}")
         if name == "triton" and settings.interpreter() and not _present("numpy"):
             return Refusal(
                 "not-installed", "numpy is not installed, and Triton's interpreter needs it: pip install numpy"

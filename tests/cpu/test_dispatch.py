@@ -333,3 +333,12 @@ def test_the_public_names_are_there():
         "CuTeDSLBackend",
     ):
         assert name in ffpa_jit.__all__
+
+
+@pytest.mark.parametrize(("version", "fits"), [("3.3.1", False), ("3.4.0", False), ("3.5.0", True), ("3.10.2", True)])
+def test_a_triton_that_is_too_old_is_refused_with_its_version(monkeypatch, version, fits):
+    monkeypatch.setattr("importlib.metadata.version", lambda name: version)
+    monkeypatch.delitem(registry._loaded, "triton", raising=False)
+    refused = registry.missing("triton")
+    assert (refused is None) == fits
+    assert fits or (version in refused.reason and "3.5" in refused.reason)
