@@ -138,7 +138,7 @@ def _too_old(package: str) -> str | None:
             numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
             if needed is not None and numbers < needed:
                 wanted = ".".join(map(str, needed))
-                return f"{distribution} {version} is installed, the kernels need {wanted} or newer (it comes with torch 2.9)"
+                return f"{distribution} {version} is too old, the kernels need {wanted} (it comes with torch 2.9)"
             return None
     return None
 
