@@ -16,6 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import torch
+
 from ffpa_jit import registry, sdpa, settings
 from ffpa_jit.backends import DEFAULTS, NAMES, Backend, encode
 from ffpa_jit.problem import MAX_HEAD_DIM, Call, Problem, Refusal, Rejection, describe, dtype_rejection
@@ -268,10 +270,12 @@ def _slower_than_sdpa(name: str, problem: Problem) -> Refusal | None:
     ours, theirs = registry.get(name).estimate(problem), sdpa.estimate(problem)
     if ours <= theirs:
         return None
+    # Compilers trace the numbers as symbols, which have no format.
+    about = "" if torch.compiler.is_compiling() else f" (about {theirs:.0f} us against {ours:.0f} us)"
     return Refusal(
         "small",
-        f"the call is so small that SDPA is faster (about {theirs:.0f} us against {ours:.0f} us, launches included); "
-        f"name the backend ({name!r}) to run it all the same",
+        f"the call is so small that SDPA is faster, launches included{about}; name the backend ({name!r}) to run it "
+        "all the same",
     )
 
 

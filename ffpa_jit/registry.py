@@ -146,21 +146,24 @@ def _too_old(package: str) -> str | None:
 def missing(name: str) -> Refusal | None:
     """The refusal of a backend whose package is not installed; None when all is there, and the backend's module loaded.
 
-    A package is looked for, not imported, and a backend's module imports it only when it launches.
+    A package is looked for, not imported, and a backend's module imports it only when it launches. The other backends
+    are loaded too: a compiler that traces sees the table as it was when it first looked.
     """
-    if name not in _loaded:
-        module, packages = _MODULES[name]
-        for package, remedy in packages:
-            if not _present(package):
-                return Refusal("not-installed", f"{package} is not installed: {remedy}")
-            old = _too_old(package)
-            if old is not None:
-                return Refusal("too-old", f"{old}: {remedy}")
-        if name == "triton" and settings.interpreter() and not _present("numpy"):
-            return Refusal(
-                "not-installed", "numpy is not installed, and Triton's interpreter needs it: pip install numpy"
-            )
-        _loaded[name] = cast(Implementation, importlib.import_module(module).BACKEND)
+    absent = {each: _load(each) for each in _MODULES if each not in _loaded}
+    return absent.get(name)
+
+
+def _load(name: str) -> Refusal | None:
+    module, packages = _MODULES[name]
+    for package, remedy in packages:
+        if not _present(package):
+            return Refusal("not-installed", f"{package} is not installed: {remedy}")
+        old = _too_old(package)
+        if old is not None:
+            return Refusal("too-old", f"{old}: {remedy}")
+    if name == "triton" and settings.interpreter() and not _present("numpy"):
+        return Refusal("not-installed", "numpy is not installed, and Triton's interpreter needs it: pip install numpy")
+    _loaded[name] = cast(Implementation, importlib.import_module(module).BACKEND)
     return None
 
 
