@@ -16,11 +16,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import torch
-
 from ffpa_jit import registry, sdpa, settings
 from ffpa_jit.backends import DEFAULTS, NAMES, Backend, encode
-from ffpa_jit.problem import MAX_HEAD_DIM, Call, Problem, Refusal, Rejection, describe, dtype_rejection
+from ffpa_jit.problem import MAX_HEAD_DIM, Call, Problem, Refusal, Rejection, describe, dtype_rejection, shown
 
 __all__ = [
     "Decision",
@@ -100,7 +98,7 @@ def _forward_refusals(problem: Problem, options: Backend, backward: Backend | No
     return (
         Refusal(
             "dropout-backward",
-            f"dropout_p is {problem.dropout_p} and gradients are needed, but no backward "
+            f"dropout_p is {shown(problem.dropout_p)} and gradients are needed, but no backward "
             + ("here" if backward is None else f"of {backward.name!r}")
             + " drops what this forward dropped: leave the call to SDPA, or run it under torch.no_grad()",
         ),
@@ -270,8 +268,7 @@ def _slower_than_sdpa(name: str, problem: Problem) -> Refusal | None:
     ours, theirs = registry.get(name).estimate(problem), sdpa.estimate(problem)
     if ours <= theirs:
         return None
-    # Compilers trace the numbers as symbols, which have no format.
-    about = "" if torch.compiler.is_compiling() else f" (about {theirs:.0f} us against {ours:.0f} us)"
+    about = f" (about {shown(theirs, '.0f')} us against {shown(ours, '.0f')} us)"
     return Refusal(
         "small",
         f"the call is so small that SDPA is faster, launches included{about}; name the backend ({name!r}) to run it "

@@ -25,6 +25,7 @@ __all__ = [
     "Rejection",
     "UnavailableError",
     "device_arch",
+    "shown",
 ]
 
 # SDPA's own kernels serve head dims up to 256; above 1024 nothing here does.
@@ -48,6 +49,11 @@ class Refusal:
 
 class UnavailableError(RuntimeError):
     """A backend that took a call finds that it cannot run it (its compiler failed, say); nothing was launched."""
+
+
+def shown(number: float, form: str = "") -> str:
+    """A number for a message, as `format` writes it; "a number" under a compiler, whose symbols have no format."""
+    return "a number" if torch.compiler.is_compiling() else format(number, form)
 
 
 class Rejection(NamedTuple):
@@ -205,7 +211,9 @@ def describe(call: Call) -> Problem | Rejection:
             "so there must be at least as many keys; drop the queries without a key, or pass an attn_mask",
         )
     if not 0.0 <= call.dropout_p <= 1.0:
-        return Rejection(ValueError, f"dropout_p={call.dropout_p} is not a probability; pass a number from 0 to 1")
+        return Rejection(
+            ValueError, f"dropout_p={shown(call.dropout_p)} is not a probability; pass a number from 0 to 1"
+        )
     if call.mask is not None:
         wrong = _wrong_mask(call, call.mask)
         if wrong is not None:

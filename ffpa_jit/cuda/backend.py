@@ -14,7 +14,7 @@ from ffpa_jit.cuda import kernels
 from ffpa_jit.cuda.driver import CudaError
 from ffpa_jit.cuda.instantiate import ARCHS, HEAD_DIMS, KernelSpec, spec_for
 from ffpa_jit.cuda.load import Kernel
-from ffpa_jit.problem import Problem, Refusal, UnavailableError, device_arch
+from ffpa_jit.problem import Problem, Refusal, UnavailableError, device_arch, shown
 from ffpa_jit.toolchain import BuildError, ToolchainError
 
 __all__ = ["BACKEND", "CUDAKernels"]
@@ -40,9 +40,8 @@ class CUDAKernels:
         options = options or _DEFAULT
         found = []
         if problem.dropout_p > _MOST_DROPPED:
-            reason = (
-                f"dropout_p is {problem.dropout_p}, which drops all but one element in {1 / (1 - _MOST_DROPPED):.0f}"
-            )
+            most = f"{1 / (1 - _MOST_DROPPED):.0f}"
+            reason = f"dropout_p is {shown(problem.dropout_p)}, which drops all but one element in {most}"
             found.append(Refusal("dropout-all", f"{reason} or more; SDPA takes it"))
         group = _group(problem)
         blocks = problem.batch * problem.heads_kv * (problem.len_q * group // 16 + 1)

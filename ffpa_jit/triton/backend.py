@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ffpa_jit.problem import Problem, Refusal, device_arch
+from ffpa_jit.problem import Problem, Refusal, device_arch, shown
 from ffpa_jit.settings import workspace_bytes
 from ffpa_jit.triton import bundle
 from ffpa_jit.triton.configs import FAMILIES, family
@@ -46,7 +46,7 @@ class TritonKernels:
         if problem.has_mask:
             refuse("mask", "attn_mask was given; the Triton kernels have no masks but is_causal=True")
         if problem.dropout_p > 0:
-            refuse("dropout", f"dropout_p is {problem.dropout_p}; the Triton kernels have no dropout")
+            refuse("dropout", f"dropout_p is {shown(problem.dropout_p)}; the Triton kernels have no dropout")
         if problem.device_type != "cuda" and problem.arch != "interpreter":
             refuse(
                 "device",
@@ -66,8 +66,8 @@ class TritonKernels:
         if needed > workspace_bytes():
             refuse(
                 "workspace",
-                f"the {direction} needs at least {needed / 2**20:.4g} MiB of workspace, the cap is "
-                f"{workspace_bytes() / 2**20:.4g} MiB: raise FFPA_JIT_WORKSPACE_MB",
+                f"the {direction} needs at least {shown(needed / 2**20, '.4g')} MiB of workspace, the cap is "
+                f"{shown(workspace_bytes() / 2**20, '.4g')} MiB: raise FFPA_JIT_WORKSPACE_MB",
             )
         return found
 

@@ -692,3 +692,23 @@ def test_a_backend_that_turns_out_unavailable_hands_the_call_on(warnings_seen):
         assert "its compiler fails" in str(explain(q, k, v, attn_mask=mask))
     with registry.replaced("cuda", _Broken()), pytest.raises(UnavailableError, match="compiler"):
         ffpa_attn_func(q, k, v, attn_mask=mask, forward_backend="cuda")
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("dropout_p", [0.0, 0.2])
+@pytest.mark.parametrize("masked", [False, True])
+def test_what_falls_back_can_be_traced_with_its_reasons(dynamic, dropout_p, masked):
+    """A refusal says what came; while a compiler traces, that may be a symbol."""
+    q, k, v, _ = make(Shape(1, 4, 2, 40, 50, 512), HALF)
+    mask = torch.rand(40, 50) > 0.3 if masked else None
+    refusing = Refusing()
+
+    def call(q, k, v, mask):
+        return ffpa_attn_func(q, k, v, attn_mask=mask, dropout_p=dropout_p, enable_gqa=True) * 2
+
+    with registry.replaced("triton", refusing), registry.replaced("cuda", refusing):
+        out = torch.compile(call, fullgraph=True, dynamic=dynamic, backend="aot_eager")(q, k, v, mask)
+    assert out.shape == q.shape
+    # ... and with the backends themselves, which refuse masks and dropout by their numbers.
+    torch.compiler.reset()
+    assert torch.compile(call, fullgraph=True, dynamic=dynamic, backend="aot_eager")(q, k, v, mask).shape == q.shape
