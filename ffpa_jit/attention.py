@@ -8,7 +8,7 @@ the call is checked and planned; [B, H, N, D] views of the inputs go to the oper
 from __future__ import annotations
 
 import functools
-from typing import Any, Literal, overload
+from typing import Any, Literal, cast, overload
 
 import torch
 import torch.nn.functional as F
@@ -142,9 +142,8 @@ def ffpa_attn_func(
             raise NotImplementedError(f"return_lse=True: SDPA returns no log-sum-exp, and it runs this call: {_SMALL}")
         return sdpa.native(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
 
-    if not isinstance(dropout_p, (int, float, torch.SymInt, torch.SymFloat)) and hasattr(dropout_p, "__float__"):
-        dropout_p = _number("dropout_p", dropout_p)  # a NumPy scalar or a tensor of one element, as SDPA takes them
-    _check_kinds(query, key, value, attn_mask, dropout_p, is_causal)
+    _check_kinds(query, key, value, attn_mask, is_causal)
+    dropout_p = _probability(dropout_p)
     return_lse = bool(return_lse)
     if attn_mask is None and dropout_p == 0.0 and query.dim() == 4 and ops.unwatched(query, key, value):
         # The common case, kept short: what was decided for these shapes is remembered.
@@ -301,7 +300,8 @@ def explain(
     call that would raise is explained too: see `Explanation.error`. Print the result, or read its fields.
     """
     try:
-        _check_kinds(query, key, value, attn_mask, dropout_p, is_causal)
+        _check_kinds(query, key, value, attn_mask, is_causal)
+        dropout_p = _probability(dropout_p)
     except TypeError as wrong:
         return dispatch.Explanation("arguments of the wrong kind", None, None, {}, f"TypeError: {wrong}")
     summary = (
@@ -341,17 +341,22 @@ def explain(
     return dispatch.explain_call(summary, call, forward, backward, _installed(), return_lse)
 
 
-def _check_kinds(
-    query: object, key: object, value: object, attn_mask: object, dropout_p: object, is_causal: object
-) -> None:
+def _check_kinds(query: object, key: object, value: object, attn_mask: object, is_causal: object) -> None:
     """TypeError for arguments that are not even of the right kind; SDPA's, where it has the better one, comes later."""
     for name, tensor in (("query", query), ("key", key), ("value", value), ("attn_mask", attn_mask)):
         if not isinstance(tensor, Tensor) and (tensor is not None or name != "attn_mask"):
             raise TypeError(f"{name} must be a tensor, not {type(tensor).__name__}")
-    if not isinstance(dropout_p, (int, float, torch.SymInt, torch.SymFloat)):
-        raise TypeError(f"dropout_p must be a number from 0 to 1, not {type(dropout_p).__name__} ({dropout_p!r})")
     if not isinstance(is_causal, (int, torch.SymInt, torch.SymBool)):
         raise TypeError(f"is_causal must be True or False, not {type(is_causal).__name__} ({is_causal!r})")
+
+
+def _probability(dropout_p: Any) -> float:
+    """`dropout_p` as a number: also a NumPy scalar or a tensor of one element, as SDPA takes them; else TypeError."""
+    if isinstance(dropout_p, (int, float, torch.SymInt, torch.SymFloat)):
+        return cast(float, dropout_p)
+    if not hasattr(dropout_p, "__float__"):
+        raise TypeError(f"dropout_p must be a number from 0 to 1, not {type(dropout_p).__name__} ({dropout_p!r})")
+    return _number("dropout_p", dropout_p)
 
 
 def _number(name: str, value: Any) -> float:

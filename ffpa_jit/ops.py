@@ -140,31 +140,10 @@ def _gradients(
     )
 
 
-def _backward(
-    grad_out: torch.Tensor,
-    grad_lse: torch.Tensor | None,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None,
-    rng: torch.Tensor | None,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    scale: float,
-    is_causal: bool,
-    dropout_p: float,
-    needs: list[bool],
-    backend: str,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    dq, dk, dv = _gradients(
-        grad_out, grad_lse, query, key, value, attn_mask, rng, out, lse, scale, is_causal, dropout_p, needs, backend
-    )
-    return (
-        query.new_empty(0) if dq is None else dq,
-        query.new_empty(0) if dk is None else dk,
-        query.new_empty(0) if dv is None else dv,
-        query.new_empty(0),
-    )
+def _backward(*arguments: Any) -> tuple[torch.Tensor, ...]:
+    """`_gradients` as the operator returns them: empty tensors for what is not needed, and for the mask's."""
+    query = arguments[2]
+    return tuple(query.new_empty(0) if grad is None else grad for grad in (*_gradients(*arguments), None))
 
 
 def _backward_fake(

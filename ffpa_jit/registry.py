@@ -77,8 +77,8 @@ class Implementation(Protocol):
         """
         ...
 
-    def warm(self, problem: Problem) -> None:
-        """Compile what `problem` needs, so that its first call does not."""
+    def warm(self, problem: Problem, options: Any = None) -> None:
+        """Compile what `problem` needs and load it on its device, so that its first call does neither."""
         ...
 
     def estimate(self, problem: Problem) -> float:
@@ -102,7 +102,7 @@ class _NotBuilt:
     def backward(self, *tensors: torch.Tensor | None, **options: Any) -> tuple[torch.Tensor | None, ...]:
         raise NotImplementedError(self._reason)
 
-    def warm(self, problem: Problem) -> None:
+    def warm(self, problem: Problem, options: Any = None) -> None:
         raise NotImplementedError(self._reason)
 
     def estimate(self, problem: Problem) -> float:

@@ -23,10 +23,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from ffpa_jit import registry, settings
 from ffpa_jit.cache import Entry, default_cache
+
+if TYPE_CHECKING:
+    from ffpa_jit.cuda.instantiate import KernelSpec
+    from ffpa_jit.triton.bundle import TritonSpec
 
 __all__ = ["BACKENDS", "Result", "default_jobs", "local_archs", "warm"]
 
@@ -141,8 +145,8 @@ def warm(
                 raise
     if not dry_run:
         registry.changed()  # what was refused for want of a kernel or a compiler may run now
-    if not dry_run and (arch is None if load is None else load):
-        _load([unit for unit in units if not results[unit].failed], results)
+        if arch is None if load is None else load:
+            _load([unit for unit in units if not results[unit].failed], results)
     return [results[unit] for unit in units] + skipped
 
 
@@ -323,7 +327,7 @@ def _work_cuda(unit: _Unit, mode: Mode) -> _Work:
 
     spec = instantiate.spec_for(*unit.arguments)
     if mode != "all":
-        found = kernels._find(spec, None)
+        found = kernels.find(spec)
         return (None, "planned", 0.0, "") if found is None else (str(found.path), "hit", 0.0, "")
     entry, how, seconds = kernels.warm(spec)
     return _kept(entry), how, seconds, ""
@@ -356,10 +360,7 @@ def _load(units: list[_Unit], results: dict[_Unit, Result]) -> None:
     for unit in units:
         for index in _devices(unit.arguments[0]):
             try:
-                if unit.backend == "cuda":
-                    _load_cuda(unit, index)
-                else:
-                    _load_triton(unit, index)
+                _load_on(index, unit)
             except Exception as error:
                 message = f"it is compiled, but cannot be loaded on GPU {index}: {type(error).__name__}: {error}"
                 results[unit] = replace(results[unit], how="failed", message=message)
@@ -375,28 +376,31 @@ def _devices(arch: str) -> list[int]:
     return [index for index in range(count) if device_arch("cuda", index) == arch]
 
 
-def _load_cuda(unit: _Unit, index: int) -> None:
+def _load_on(index: int, unit: _Unit) -> None:
+    """Through the backend's verb: Triton's by running each once, its backward with the forward it needs."""
     import torch
 
-    from ffpa_jit.cuda import instantiate, kernels
-
-    with torch.cuda.device(index):
-        kernels.kernel(instantiate.spec_for(*unit.arguments)).prepare()  # `kernel` does that on the first GPU only
-
-
-def _load_triton(unit: _Unit, index: int) -> None:
-    import torch
-
+    from ffpa_jit.backends import CUDABackend
+    from ffpa_jit.cuda import instantiate
     from ffpa_jit.problem import Problem
+    from ffpa_jit.triton import bundle
 
-    arch, head_dim, dtype, direction = unit.arguments
-    kind = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(dtype) or getattr(torch, dtype)
-    for is_causal in (False, True):
-        registry.get("triton").warm(Problem(
-            batch=1, heads_q=1, heads_kv=1, len_q=256, len_kv=256, head_dim=head_dim, head_dim_v=head_dim, dtype=kind,
-            device_type="cuda", device_index=index, arch=arch, is_causal=is_causal, has_mask=False, dropout_p=0.0,
-            needs_grad=direction == "backward", mask_needs_grad=False,
-        ))  # fmt: skip
+    def problem(spec: KernelSpec | TritonSpec, **more: bool) -> Problem:
+        flags = {"is_causal": False, "needs_grad": False, **more}
+        return Problem(
+            batch=1, heads_q=1, heads_kv=1, len_q=256, len_kv=256, head_dim=spec.head_dim, head_dim_v=spec.head_dim,
+            dtype=getattr(torch, spec.dtype), device_type="cuda", device_index=index, arch=spec.arch, has_mask=False,
+            dropout_p=0.0, mask_needs_grad=False, **flags,
+        )  # fmt: skip
+
+    backend = registry.get(unit.backend)
+    if unit.backend == "cuda":
+        kernel = instantiate.spec_for(*unit.arguments)
+        backend.warm(problem(kernel), CUDABackend(acc=kernel.acc, stages=kernel.stages))
+    else:
+        triton = bundle.spec_for(*unit.arguments)
+        for is_causal in (False, True):
+            backend.warm(problem(triton, is_causal=is_causal, needs_grad=triton.direction == "backward"))
 
 
 # How many at a time.

@@ -114,6 +114,17 @@ def make(shape: Shape, dtype: torch.dtype, device: str = "cpu", *, layout: str =
     return query, key, value, grad_out
 
 
+def far_apart(apart: int, length: int, dim: int) -> tuple[Tensor, ...]:
+    """Query, key and value in bf16 on the GPU, [1, 4, length, dim], whose heads are `apart` elements apart."""
+    store = torch.empty(3 * apart + 3 * length * dim, dtype=torch.bfloat16, device="cuda")
+
+    def view(offset: int) -> Tensor:
+        x = store.as_strided((1, 4, length, dim), (4 * apart, apart, dim, 1), offset * length * dim)
+        return x.copy_(torch.randn_like(x, memory_format=torch.contiguous_format))
+
+    return view(0), view(1), view(2)
+
+
 def late_maximum(shape: Shape, dtype: torch.dtype, device: str = "cpu", *, step: float = 12.0, seed: int = 0):
     """Inputs whose row maximum grows along the keys: by ``step`` in the score every 64 keys, unevenly by row."""
     query, key, value, grad_out = make(shape, dtype, device, seed=seed)

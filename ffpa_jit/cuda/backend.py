@@ -56,13 +56,12 @@ class CUDAKernels:
         if unfit is not None:
             found.append(Refusal("acc", unfit))
         else:
-            dtype = str(problem.dtype).removeprefix("torch.")
-            for head_dim in HEAD_DIMS:  # comparisons, so that a symbolic head dim becomes a number
-                if 256 < problem.head_dim <= head_dim and dtype in ("float16", "bfloat16"):
-                    missing = _out_of_reach(problem.arch, head_dim, dtype, options.acc, options.stages)
-                    if missing is not None:
-                        found.append(Refusal("toolchain", missing))
-                    break
+            head_dim = _instantiated(problem.head_dim)
+            dtype = _name(problem.dtype)
+            if head_dim is not None and dtype in ("float16", "bfloat16"):
+                missing = _out_of_reach(problem.arch, head_dim, dtype, options.acc, options.stages)
+                if missing is not None:
+                    found.append(Refusal("toolchain", missing))
         return found
 
     def forward(
@@ -82,13 +81,8 @@ class CUDAKernels:
         from ffpa_jit.cuda import dense
 
         options = options or _DEFAULT
-        spec = spec_for(
-            device_arch(query.device.type, query.device.index),
-            query.shape[-1],
-            str(query.dtype).removeprefix("torch."),
-            options.acc,
-            options.stages,
-        )
+        arch = device_arch(query.device.type, query.device.index)
+        spec = spec_for(arch, query.shape[-1], _name(query.dtype), options.acc, options.stages)
         with torch.cuda.device(query.device):
             return dense.forward(
                 _loaded(spec),
@@ -107,11 +101,12 @@ class CUDAKernels:
         """There is none."""
         raise NotImplementedError("the CUDA backend has a forward only; set backward_backend='triton' or 'sdpa'")
 
-    def warm(self, problem: Problem) -> None:
+    def warm(self, problem: Problem, options: CUDABackend | None = None) -> None:
         """Compile the kernel of `problem`, or find it in the cache, and load it on its device."""
-        spec = spec_for(problem.arch, problem.head_dim, str(problem.dtype).removeprefix("torch."))
+        options = options or _DEFAULT
+        spec = spec_for(problem.arch, problem.head_dim, _name(problem.dtype), options.acc, options.stages)
         with torch.cuda.device(problem.device_index):
-            _loaded(spec)
+            _loaded(spec).prepare()  # finding it did that on the first device only
 
     def estimate(self, problem: Problem) -> float:
         """About how many microseconds, from an H200: the largest of 80 (the launch), the products at 330 TFLOP/s over
@@ -124,6 +119,19 @@ class CUDAKernels:
 
 def _group(problem: Problem) -> int:
     return problem.heads_q // problem.heads_kv if problem.heads_kv else 1
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _instantiated(head_dim: int) -> int | None:
+    """The instantiation that serves a head dim; by comparisons, which make a number of a symbolic one."""
+    if head_dim > 256:
+        for instantiated in HEAD_DIMS:
+            if head_dim <= instantiated:
+                return instantiated
+    return None
 
 
 _unloadable: dict[KernelSpec, str] = {}

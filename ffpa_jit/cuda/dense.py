@@ -63,7 +63,6 @@ def forward(
         params.k_map, params.k_head_step, params.k_batch_step = _map(key, tile.keys)
         params.v_map, params.v_head_step, params.v_batch_step = _map(value, tile.value_rows)
     if attn_mask is not None:
-        attn_mask = attn_mask.expand(batch, heads_q, len_q, len_kv)
         params.mask, params.mask_stride = attn_mask.data_ptr(), _MaskStrides(*attn_mask.stride())
         params.mask_kind = _MASK_KINDS.get(attn_mask.dtype, 2)
     if dropout_p > 0.0:
@@ -94,6 +93,8 @@ def splits_for(blocks: int, rows: int, len_kv: int, head_dim: int, tile: Tile, p
     workspace cap.
     """
     wanted = min(processors // blocks, -(-len_kv // tile.keys) // 2)
+    if wanted <= 1:
+        return 1
     fitting = workspace_bytes() // (rows * (head_dim + 1) * 4)
     return max(1, min(wanted, fitting))
 

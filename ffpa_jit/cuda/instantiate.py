@@ -12,7 +12,10 @@ from pathlib import Path
 
 from ffpa_jit.cuda.params import ForwardParams
 
-__all__ = ["ARCHS", "HEAD_DIMS", "MAIN", "SOURCES", "KernelSpec", "Tile", "defines", "sources", "spec_for", "tile_of"]
+__all__ = [
+    "ARCHS", "FAST_F16", "HEAD_DIMS", "MAIN", "SOURCES", "KernelSpec", "Tile", "defines", "has_tma", "sources",
+    "spec_for", "tile_of",
+]  # fmt: skip
 
 SOURCES = Path(__file__).resolve().parent.parent / "cuda_src"
 MAIN = "forward.cu"
@@ -54,7 +57,7 @@ def spec_for(arch: str, head_dim: int, dtype: str, acc: str = "f32", stages: int
     `dtype`: "float16" or "bfloat16" ("fp16", "bf16"). `stages`: None is what measured best, two large chunks where
     shared memory is plentiful and three small ones where it is not.
     """
-    dtype = {"fp16": "float16", "bf16": "bfloat16"}.get(dtype, dtype)
+    dtype = {short: name for name, short in _DTYPES.items()}.get(dtype, dtype)
     if arch not in ARCHS:
         raise ValueError(f"arch={arch!r} has no CUDA kernel; choose one of {', '.join(ARCHS)}")
     if not 256 < head_dim <= 1024 or head_dim % 8:
@@ -162,9 +165,9 @@ def _shapes(head_dim: int) -> list[Tile]:
     return [best, *smaller]
 
 
-def defines(spec: KernelSpec, tile: Tile | None = None) -> dict[str, str]:
+def defines(spec: KernelSpec) -> dict[str, str]:
     """The macros that make `cuda_src/forward.cu` the kernel of `spec`, values as text."""
-    tile = tile or tile_of(spec)
+    tile = tile_of(spec)
     values = {
         "HEAD_DIM": spec.head_dim,
         "BF16": spec.dtype == "bfloat16",
@@ -179,7 +182,7 @@ def defines(spec: KernelSpec, tile: Tile | None = None) -> dict[str, str]:
         "KEY_CHUNK": tile.key_chunk,
         "VALUE_ROWS": tile.value_rows,
         "VALUE_COLS": tile.value_cols,
-        "SHARED_BYTES": _shared_bytes(tile, spec.head_dim, spec.stages),
+        "SHARED_BYTES": tile.shared_bytes,
         "PARAMS_BYTES": ctypes.sizeof(ForwardParams),
         "PARAMS_LAST": ForwardParams.scale.offset,
     }

@@ -28,7 +28,7 @@ from ffpa_jit.cuda.instantiate import KernelSpec, tile_of
 from ffpa_jit.cuda.load import CudaError, Kernel, load, refuse_capture
 from ffpa_jit.toolchain import BuildError, first_error
 
-__all__ = ["available", "forget", "kernel", "key_of", "warm"]
+__all__ = ["available", "find", "forget", "kernel", "key_of", "warm"]
 
 _logger = logging.getLogger("ffpa_jit")
 
@@ -78,7 +78,7 @@ def warm(spec: KernelSpec, compiler: Kind | None = None) -> tuple[Entry, str, fl
     ToolchainError, BuildError.
     """
     start = time.perf_counter()
-    entry = _find(spec, compiler)
+    entry = find(spec, compiler)
     if entry is not None:
         return entry, "hit", time.perf_counter() - start
     chosen = select_compiler(compiler)
@@ -117,7 +117,7 @@ def available(spec: KernelSpec, compiler: Kind | None = None) -> str | None:
         return None
     chosen = find_compiler(compiler)
     if chosen is None:
-        if _find(spec, compiler) is not None:
+        if find(spec, compiler) is not None:
             return None
         wanted = compiler or settings.compiler() or "CUDA compiler (nvcc or NVRTC)"
         return (
@@ -133,7 +133,7 @@ def key_of(spec: KernelSpec, ident: str) -> Key:
     return Key("cuda", spec.slug, dataclasses.asdict(spec), source_digest(spec), ident)
 
 
-def _find(spec: KernelSpec, wanted: Kind | None) -> Entry | None:
+def find(spec: KernelSpec, wanted: Kind | None = None) -> Entry | None:
     """The artefact that serves `spec` here, if there is one; see this module's head."""
     wanted = wanted or settings.compiler()
     cache, compiler = default_cache(), find_compiler(wanted)

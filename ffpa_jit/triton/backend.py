@@ -109,7 +109,7 @@ class TritonKernels:
             return max(580.0, product * 7.0 / 450.0)
         return max(230.0, product * 2.0 / 450.0, problem.cache_mb() / 2.2)
 
-    def warm(self, problem: Problem) -> None:
+    def warm(self, problem: Problem, options: TritonBackend | None = None) -> None:
         """Compile what ``problem`` needs by running it once on random data of the smallest size that does."""
         device = torch.device(problem.device_type, problem.device_index or 0)
         shape = (1, problem.heads_q // problem.heads_kv, 256, problem.head_dim)

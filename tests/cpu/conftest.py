@@ -10,6 +10,8 @@ import logging
 import os
 import subprocess
 import sys
+import threading
+from collections.abc import Callable
 from pathlib import Path
 
 os.environ["TRITON_INTERPRET"] = "1"
@@ -58,3 +60,23 @@ def run_python(code: str, *, unset: tuple[str, ...] = ("TRITON_INTERPRET",), **e
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, cwd=ROOT, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
+
+
+def in_threads(count: int, work: Callable[[], object]) -> None:
+    """Run `work` in so many threads at once; an error in one is the test's."""
+    barrier = threading.Barrier(count)
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        barrier.wait()
+        try:
+            work()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors, errors

@@ -17,6 +17,7 @@ from click.testing import CliRunner
 from ffpa_jit import problem, registry
 from ffpa_jit.cache import Built, Key, default_cache
 from ffpa_jit.cli import main
+from ffpa_jit.cuda import backend as cuda_backend
 from ffpa_jit.toolchain import Nvrtc
 from tests.cpu.conftest import ROOT, run_python
 
@@ -256,7 +257,7 @@ def gpus(monkeypatch):
     monkeypatch.setattr("torch.cuda.device", Device)
     monkeypatch.setattr(problem, "_cuda_arch", lambda index: "sm_80" if index == 1 else "sm_90")
     monkeypatch.setattr("ffpa_jit.cuda.kernels.kernel", Kernel)
-    monkeypatch.setattr("ffpa_jit.registry.get", lambda name: {"triton": Triton()}[name])
+    monkeypatch.setattr("ffpa_jit.registry.get", lambda name: {"triton": Triton(), "cuda": cuda_backend.BACKEND}[name])
     return loaded
 
 

@@ -5,8 +5,6 @@ A backend in plain torch stands in for the CUDA backend (tests/cpu/fakes.py).
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ffpa_jit import CUDABackend, SDPABackend, TritonBackend, dispatch, explain, ffpa_attn_func, masks, registry, sdpa
 from ffpa_jit.backends import DEFAULTS, decode, encode
-from ffpa_jit.problem import Problem, Refusal, UnavailableError
+from ffpa_jit.problem import Problem
 from tests.cpu.fakes import FakeCUDA, Refusing, attention, kept
 from tests.shapes import Shape, leaves, make
 
@@ -602,113 +600,3 @@ def test_reasons_of_both_backends_are_told_in_one_message(warnings_seen):
     assert "triton: [mask]" in warnings_seen[0]
     assert "cuda: [device]" in warnings_seen[0]
     assert "triton, cuda: [head_dim]" in warnings_seen[1]
-
-
-class _Estimating:
-    """A backend that takes any forward and says how long it takes."""
-
-    def __init__(self, name: str, microseconds: float) -> None:
-        self.name, self.microseconds = name, microseconds
-
-    def refusals(self, problem, options, *, direction):
-        return []
-
-    def estimate(self, problem):
-        return self.microseconds
-
-
-def _gpu_problem(**changes) -> Problem:
-    problem = Problem(
-        batch=1, heads_q=8, heads_kv=2, len_q=1, len_kv=8192, head_dim=512, head_dim_v=512, dtype=torch.bfloat16,
-        device_type="cuda", device_index=0, arch="sm_90", is_causal=False, has_mask=False, dropout_p=0.0,
-        needs_grad=False, mask_needs_grad=False,
-    )  # fmt: skip
-    return dataclasses.replace(problem, **changes)
-
-
-@pytest.mark.parametrize(("triton", "cuda", "runs"), [(300.0, 50.0, "cuda"), (50.0, 300.0, "triton"), (9, 9, "triton")])
-def test_of_two_willing_backends_the_faster_runs_and_with_gradients_the_first(triton, cuda, runs):
-    with (
-        registry.replaced("triton", _Estimating("triton", triton)),
-        registry.replaced("cuda", _Estimating("cuda", cuda)),
-    ):
-        assert dispatch.plan(_gpu_problem(), None, None).forward == runs
-        assert dispatch.plan(_gpu_problem(needs_grad=True), None, None).forward == "triton"
-
-
-@pytest.mark.parametrize(
-    ("changes", "runs"),
-    [
-        ({}, "cuda"),  # decoding: the group shares a tile
-        ({"len_q": 8192}, "triton"),
-        ({"len_q": 8192, "len_kv": 8192, "heads_q": 2}, "triton"),
-        ({"len_q": 64, "len_kv": 64, "heads_q": 2}, "sdpa"),
-    ],
-)
-def test_the_estimates_send_decoding_to_cuda_and_long_queries_to_triton(changes, runs, monkeypatch):
-    from ffpa_jit.cuda import backend
-
-    monkeypatch.setattr(backend, "_out_of_reach", lambda *arguments: None)
-    with registry.replaced("cuda", backend.BACKEND):
-        assert dispatch.plan(_gpu_problem(**changes), None, None).forward == runs
-
-
-def test_no_heads_and_nearly_certain_dropout_are_planned_without_an_error(monkeypatch):
-    from ffpa_jit.cuda import backend
-
-    monkeypatch.setattr(backend, "_out_of_reach", lambda *arguments: None)
-    with registry.replaced("cuda", backend.BACKEND):
-        assert dispatch.plan(_gpu_problem(heads_q=0, heads_kv=0), None, None).forward in ("cuda", "triton", "sdpa")
-        assert dispatch.plan(_gpu_problem(dropout_p=0.9999), None, None).forward == "cuda"
-        for certain in (0.99999, 0.999999999, 1.0):
-            assert dispatch.plan(_gpu_problem(dropout_p=certain), None, None).forward == "sdpa"
-
-
-class _Broken(FakeCUDA):
-    """Takes a call and finds that it cannot run it; from then on it refuses."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.broken = False
-
-    def refusals(self, problem, options, *, direction):
-        if self.broken:
-            return [Refusal("toolchain", "its compiler fails")]
-        return super().refusals(problem, options, direction=direction)
-
-    def forward(self, *tensors, **options):
-        self.broken = True
-        raise UnavailableError("its compiler fails")
-
-
-def test_a_backend_that_turns_out_unavailable_hands_the_call_on(warnings_seen):
-    q, k, v, _ = make(SHAPE, HALF)
-    mask = torch.rand(5, 7) > 0.3
-    mask[:, 0] = True
-    with registry.replaced("cuda", _Broken()):
-        out = ffpa_attn_func(q, k, v, attn_mask=mask)
-        close(out, SDPA(q, k, v, attn_mask=mask))
-        assert any("its compiler fails" in message for message in warnings_seen)
-        assert "its compiler fails" in str(explain(q, k, v, attn_mask=mask))
-    with registry.replaced("cuda", _Broken()), pytest.raises(UnavailableError, match="compiler"):
-        ffpa_attn_func(q, k, v, attn_mask=mask, forward_backend="cuda")
-
-
-@pytest.mark.parametrize("dynamic", [None, True])
-@pytest.mark.parametrize("dropout_p", [0.0, 0.2])
-@pytest.mark.parametrize("masked", [False, True])
-def test_what_falls_back_can_be_traced_with_its_reasons(dynamic, dropout_p, masked):
-    """A refusal says what came; while a compiler traces, that may be a symbol."""
-    q, k, v, _ = make(Shape(1, 4, 2, 40, 50, 512), HALF)
-    mask = torch.rand(40, 50) > 0.3 if masked else None
-    refusing = Refusing()
-
-    def call(q, k, v, mask):
-        return ffpa_attn_func(q, k, v, attn_mask=mask, dropout_p=dropout_p, enable_gqa=True) * 2
-
-    with registry.replaced("triton", refusing), registry.replaced("cuda", refusing):
-        out = torch.compile(call, fullgraph=True, dynamic=dynamic, backend="aot_eager")(q, k, v, mask)
-    assert out.shape == q.shape
-    # ... and with the backends themselves, which refuse masks and dropout by their numbers.
-    torch.compiler.reset()
-    assert torch.compile(call, fullgraph=True, dynamic=dynamic, backend="aot_eager")(q, k, v, mask).shape == q.shape

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from ffpa_jit import ffpa_attn_func, sdpa
+from ffpa_jit import explain, ffpa_attn_func, sdpa
 from tests import oracle
 from tests.shapes import Shape, leaves, make
 
@@ -142,3 +142,4 @@ def test_dropout_may_be_any_number_that_sdpa_takes(number):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(F, "scaled_dot_product_attention", ffpa_attn_func)
         assert torch.equal(F.scaled_dot_product_attention(q, k, v, None, number), SDPA(q, k, v))
+        assert explain(q, k, v, None, number).error is None

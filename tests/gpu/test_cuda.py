@@ -19,7 +19,8 @@ from ffpa_jit.cuda import dense, instantiate, kernels, recipe
 from ffpa_jit.cuda.instantiate import HEAD_DIMS
 from ffpa_jit.problem import device_arch
 from tests import oracle, philox
-from tests.shapes import EMPTY, LARGE, LAYOUTS, Shape, gemma_like, late_maximum, leaves, make
+from tests.gpu.graphs import capture
+from tests.shapes import EMPTY, LARGE, LAYOUTS, Shape, far_apart, gemma_like, late_maximum, leaves, make
 
 DTYPES = [torch.float16, torch.bfloat16]
 # With fp16 scores the error grows with the products' sizes; on random inputs it stays at a few roundings.
@@ -270,7 +271,7 @@ def test_dropout_keeps_what_it_says_and_never_the_same_twice():
     assert rows.std().item() < 2 * math.sqrt(0.25 * 0.75 / 512)
 
 
-def test_dropout_is_replayed_by_the_generator_and_under_checkpointing():
+def test_dropout_is_replayed_by_the_generator():
     q, k, v, _ = make(Shape(1, 2, 2, 130, 200, 512), torch.bfloat16, "cuda")
     state = torch.cuda.get_rng_state()
     first, _ = attend(q, k, v, dropout_p=0.3)
@@ -287,14 +288,7 @@ def test_a_captured_graph_replays_on_new_values_with_new_dropout():
     def step():
         return *attend(q, k, v, attn_mask=mask), attend(q, k, v, dropout_p=0.5)[0], attend(q[:, :, :1], k, v)[0]
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, captured = capture(step)
     for x in (q, k, v):
         x.copy_(torch.randn_like(x))
     graph.replay()
@@ -354,13 +348,7 @@ def test_more_than_65535_batches_or_heads_run(axis):
 def test_offsets_beyond_two_to_the_31_elements_are_right():
     """Heads 2^30 elements apart (the last of four starts at 3 * 2^30), and a mask of more than 2^31 elements."""
     apart, length, dim = 2**30, 260, 512
-    store = torch.empty(3 * apart + 3 * length * dim, dtype=torch.bfloat16, device="cuda")
-
-    def view(offset: int) -> torch.Tensor:
-        x = store.as_strided((1, 4, length, dim), (4 * apart, apart, dim, 1), offset * length * dim)
-        return x.copy_(torch.randn_like(x, memory_format=torch.contiguous_format))
-
-    q, k, v = view(0), view(1), view(2)
+    q, k, v = far_apart(apart, length, dim)
     bits = torch.ones(3 * apart + length * length, dtype=torch.bool, device="cuda")
     mask = bits.as_strided((1, 4, length, length), (4 * apart, apart, length, 1))
     mask.copy_(torch.rand(mask.shape, device="cuda") < 0.6)

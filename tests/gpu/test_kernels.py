@@ -10,7 +10,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from ffpa_jit import ffpa_attn_func
 from tests import oracle
-from tests.shapes import EMPTY, LARGE, Shape, gemma_like, late_maximum, leaves, make, tensor
+from tests.gpu.graphs import capture
+from tests.shapes import EMPTY, LARGE, Shape, far_apart, gemma_like, late_maximum, leaves, make, tensor
 
 DTYPES = [torch.float16, torch.bfloat16]
 WORKSPACE = 512 * 2**20
@@ -112,14 +113,8 @@ def test_more_than_65535_batches_or_heads_run(axis):
 
 def test_offsets_beyond_two_to_the_31_elements_are_right():
     """Heads 2^30 elements apart: the last of four starts at 3 * 2^30."""
-    apart, length, dim = 2**30, 260, 512
-    store = torch.empty(3 * apart + 3 * length * dim, dtype=torch.bfloat16, device="cuda")
-
-    def view(offset: int) -> torch.Tensor:
-        x = store.as_strided((1, 4, length, dim), (4 * apart, apart, dim, 1), offset * length * dim)
-        return x.copy_(torch.randn_like(x, memory_format=torch.contiguous_format))
-
-    q, k, v = view(0), view(1), view(2)
+    length, dim = 260, 512
+    q, k, v = far_apart(2**30, length, dim)
     shape = Shape(1, 4, 4, length, length, dim, True)
     do = torch.randn(1, 4, length, dim, dtype=torch.bfloat16, device="cuda")
     run_and_check(shape, q, k, v, do)
@@ -165,14 +160,7 @@ def test_a_captured_graph_replays_on_new_values():
         out, lse = attend(shape, q, k, v)
         return out, lse, torch.autograd.grad(out, (q, k, v), do)
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, captured = capture(step)
     with torch.no_grad():
         for x in (q, k, v, do):
             x.copy_(torch.randn_like(x))
