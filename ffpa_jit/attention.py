@@ -8,26 +8,23 @@ the call is checked and planned; [B, H, N, D] views of the inputs go to the oper
 from __future__ import annotations
 
 import functools
-from typing import Any, Literal, cast, overload
+from typing import Any, Literal, overload
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
-from torch._subclasses.functional_tensor import FunctionalTensor
-from torch.autograd import forward_ad
 
-from ffpa_jit import dispatch, masks, ops, registry, sdpa, settings
+from ffpa_jit import arguments, dispatch, masks, ops, registry, sdpa, settings
 from ffpa_jit.backends import NAMES, Backend, resolve
-from ffpa_jit.problem import Call, Mask, Refusal, UnavailableError, batch_shape, device_arch
+from ffpa_jit.problem import NO_WINDOW, Call, Mask, Refusal, UnavailableError, batch_shape, device_arch
 
-__all__ = ["explain", "ffpa_attn_func"]
+__all__ = ["BackendChoice", "Window", "describe", "explain", "ffpa_attn_func"]
 
 BackendChoice = str | Backend | None
+Window = tuple[int | None, int | None] | None
 
-# The tensor types whose operations we may replace. Any other subclass (DTensor, jagged, user-made) gives its own
-# meaning to SDPA and is left to it.
-_PLAIN_TYPES = (Tensor, torch.nn.Parameter, FakeTensor, FunctionalTensor)
+_NAME = "ffpa_attn_func"
+_OPTIONS = "Its options are attn_mask, dropout_p, is_causal, scale, enable_gqa, return_lse, window_size and softcap."
 
 _SMALL = "head dims up to 256 are left to SDPA's own kernels"
 
@@ -58,6 +55,9 @@ def ffpa_attn_func(
     forward_backend: BackendChoice = None,
     backward_backend: BackendChoice = None,
     return_lse: Literal[False] = False,
+    window_size: Window = NO_WINDOW,
+    softcap: float = 0.0,
+    **unsupported: Any,
 ) -> Tensor: ...
 
 
@@ -76,6 +76,9 @@ def ffpa_attn_func(
     forward_backend: BackendChoice = None,
     backward_backend: BackendChoice = None,
     return_lse: Literal[True],
+    window_size: Window = NO_WINDOW,
+    softcap: float = 0.0,
+    **unsupported: Any,
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -93,6 +96,9 @@ def ffpa_attn_func(
     forward_backend: BackendChoice = None,
     backward_backend: BackendChoice = None,
     return_lse: bool = False,
+    window_size: Window = NO_WINDOW,
+    softcap: float = 0,
+    **unsupported: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(scale * query @ key^T) @ value, exactly: SDPA's signature, with fast kernels for head dims 257 to 1024.
 
@@ -105,9 +111,9 @@ def ffpa_attn_func(
             broadcast.
         attn_mask: bool (True: the key is seen), or added to the scaled scores: the inputs' dtype or fp32. Two
             dimensions or more, broadcast to [B, Hq, Nq, Nkv] from the right, as in SDPA; never expanded in memory.
-            Its gradient comes from SDPA, run again.
-        dropout_p: the probability that a weight is dropped, as in SDPA, whose draws it does not repeat. With gradients
-            the call goes to SDPA: no backward here can repeat the draws yet.
+            With `is_causal` or a window, both apply. An additive one may require a gradient, which has its shape: pass
+            it as small as it is, because one that was expanded before gets the gradient of the expanded size first.
+        dropout_p: the probability that a weight is dropped, as in SDPA, whose draws it does not repeat.
         is_causal: query r sees the keys k <= r + Nkv - Nq: for D > 256 queries are aligned to the end of the keys, on
             the SDPA fallback too. (Up to head dim 256 it has SDPA's own meaning.)
         scale: factor on the scores; None is 1 / sqrt(D). 0.0 is a scale like any other.
@@ -117,21 +123,33 @@ def ffpa_attn_func(
         forward_backend, backward_backend: the same for one direction; they win over `backend`.
         return_lse: also return the log-sum-exp of the scaled scores: fp32, natural logarithm, [B, Hq, Nq], -inf for a
             row without keys. It is differentiable.
+        window_size: (left, right): query r, which stands at the key p = r + Nkv - Nq, sees the keys from p - left to
+            p + right; -1 (or None) for no limit. `is_causal` makes right 0. As in FlashAttention, for D > 256 only.
+        softcap: a number above 0 bounds the scaled scores: softcap * tanh(score / softcap), before attn_mask is added.
+            For D > 256 only.
 
     Returns:
         out: [B, Hq, Nq, D] in the query's dtype and memory layout; or (out, lse) with `return_lse=True`.
 
     Raises:
         TypeError: dtypes other than fp16 and bf16 (D > 256) or not the same; a mask of another dtype; a backend of a
-            wrong type.
-        ValueError: shapes that do not fit, is_causal=True with Nkv < Nq or with attn_mask, Hq != Hkv without
-            enable_gqa, a mask on another device, an unknown backend, `CUDABackend(acc="f16")` with bf16 inputs.
-        NotImplementedError: a named backend does not run the call; `return_lse=True` where only SDPA runs it; a
-            fallback under `FFPA_JIT_STRICT=1`. The message lists every reason.
+            wrong type; an unknown keyword.
+        ValueError: shapes that do not fit, is_causal=True with Nkv < Nq, Hq != Hkv without enable_gqa, a mask on
+            another device, a negative window or softcap, an unknown backend, `CUDABackend(acc="f16")` with bf16 inputs.
+        NotImplementedError: a named backend does not run the call; `return_lse=True` or a softcap where only SDPA would
+            run it, and what SDPA can only do with a mask of Nq x Nkv (a window, is_causal together with attn_mask)
+            where that is larger than `FFPA_JIT_WORKSPACE_MB`; a fallback under `FFPA_JIT_STRICT=1`; options that other
+            attention functions have (alibi_slopes, sinks, score_mod, ...). The message lists every reason.
 
         While installed as `torch.nn.functional.scaled_dot_product_attention`, a call that SDPA accepts does not raise:
         it goes to SDPA.
     """
+    if unsupported:
+        arguments.reject(_NAME, unsupported, _OPTIONS)
+    window = NO_WINDOW
+    if not (type(window_size) is tuple and window_size == NO_WINDOW):
+        window = arguments.window(window_size)
+    softcap = 0.0 if isinstance(softcap, (int, float)) and softcap == 0 else arguments.softcap(softcap)
     forward: Backend | None = None
     backward: Backend | None = None
     if not (backend is None and forward_backend is None and backward_backend is None):
@@ -140,15 +158,19 @@ def ffpa_attn_func(
     if _is_small(query):
         if return_lse:
             raise NotImplementedError(f"return_lse=True: SDPA returns no log-sum-exp, and it runs this call: {_SMALL}")
+        if window != NO_WINDOW or softcap:
+            raise NotImplementedError(_small_error(window, softcap))
         return sdpa.native(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
 
-    _check_kinds(query, key, value, attn_mask, is_causal)
-    dropout_p = _probability(dropout_p)
+    arguments.check_kinds(query, key, value, attn_mask, is_causal)
+    dropout_p = arguments.probability(dropout_p)
     return_lse = bool(return_lse)
+    if is_causal and window != NO_WINDOW:
+        window = (window[0], -1)
     if attn_mask is None and dropout_p == 0.0 and query.dim() == 4 and ops.unwatched(query, key, value):
         # The common case, kept short: what was decided for these shapes is remembered.
         if torch._C._is_any_autocast_enabled():
-            query, key, value = _autocast(query), _autocast(key), _autocast(value)
+            query, key, value = arguments.autocast(query), arguments.autocast(key), arguments.autocast(value)
         shape, device = query.shape, query.device
         call = Call(
             shape,
@@ -167,6 +189,8 @@ def ffpa_attn_func(
             bool(enable_gqa),
             (query.requires_grad or key.requires_grad or value.requires_grad) and torch.is_grad_enabled(),
             return_lse,
+            window,
+            softcap,
         )
         plan = _decide_cached(call, forward, backward, settings.workspace_text()).plan
         if plan is not None and plan.small:
@@ -177,11 +201,12 @@ def ffpa_attn_func(
             and plan.backward != "sdpa"
             and shape[0] == key.shape[0] == value.shape[0]
         ):
-            factor = shape[3] ** -0.5 if scale is None else _number("scale", scale)
+            factor = shape[3] ** -0.5 if scale is None else arguments.number("scale", scale)
             try:
                 out, lse = ops.attend(
-                    query, key, value, None, None, factor, call.is_causal, 0.0, plan.forward_text, plan.backward_text
-                )
+                    query, key, value, None, None, factor, call.is_causal, 0.0, *window, softcap,
+                    plan.forward_text, plan.backward_text,
+                )  # fmt: skip
             except UnavailableError:
                 if forward is not None:
                     raise
@@ -189,8 +214,9 @@ def ffpa_attn_func(
             else:
                 return (out, lse) if return_lse else out
     return _general(
-        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, forward, backward, return_lse
-    )
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, forward, backward, return_lse,
+        window, softcap,
+    )  # fmt: skip
 
 
 def _general(
@@ -205,11 +231,13 @@ def _general(
     forward: Backend | None,
     backward: Backend | None,
     return_lse: bool,
+    window: tuple[int, int],
+    softcap: float,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The whole of `ffpa_attn_func` for every kind of call; plain enough for torch.compile to trace."""
-    foreign = _foreign(query, key, value, attn_mask)
+    foreign = arguments.foreign(query, key, value, attn_mask)
     if foreign is not None:
-        error = _foreign_error(foreign, forward, backward, return_lse)
+        error = _foreign_error(foreign, forward, backward, return_lse, window, softcap)
         if error is not None:
             raise NotImplementedError(error)
         if forward is None:
@@ -219,16 +247,16 @@ def _general(
 
     installed = _installed()
     is_causal, enable_gqa = bool(is_causal), bool(enable_gqa)
-    query, key, value = _autocast(query), _autocast(key), _autocast(value)
-    mask = None if attn_mask is None else _autocast(masks.compact(attn_mask))
-    call = _call(query, key, value, attn_mask, mask, dropout_p, is_causal, enable_gqa, return_lse)
+    query, key, value = arguments.autocast(query), arguments.autocast(key), arguments.autocast(value)
+    mask = None if attn_mask is None else _prepared(attn_mask)
+    call = describe(query, key, value, attn_mask, mask, dropout_p, is_causal, enable_gqa, return_lse, window, softcap)
     if ops.unwatched(query, key, value):  # sizes are plain ints then
         decision = _decide_cached(call, forward, backward, settings.workspace_text(), installed)
     else:
         decision = dispatch.decide(call, forward, backward, installed)
     rejection, problem, plan = decision
     if rejection is not None:
-        if installed and not return_lse and forward is None and backward is None:
+        if installed and not (return_lse or softcap or window != NO_WINDOW) and forward is None and backward is None:
             refused = Refusal("call", rejection.message)
             dispatch.report_fallback("forward", dict.fromkeys(dispatch.PREFERENCE, (refused,)))
             return sdpa.fallback(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
@@ -245,9 +273,9 @@ def _general(
     if falls_back is not None:
         dispatch.report_fallback(falls_back, plan.refusals)
     if plan.forward == "sdpa":
-        return sdpa.fallback(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        return sdpa.fallback(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, window)
 
-    factor = problem.head_dim**-0.5 if scale is None else _number("scale", scale)
+    factor = problem.head_dim**-0.5 if scale is None else arguments.number("scale", scale)
     lead = batch_shape(query.shape, key.shape, value.shape)
     q, k, v = (_to_4d(tensor, lead, problem.batch) for tensor in (query, key, value))
     if mask is not None:
@@ -260,16 +288,18 @@ def _general(
     operator = ops.attend if ops.unwatched(*((q, k, v) if mask is None else (q, k, v, mask))) else ops.flash_attn
     try:
         out, lse = operator(
-            q, k, v, mask, rng, factor, is_causal, float(dropout_p), plan.forward_text, plan.backward_text
-        )
+            q, k, v, mask, rng, factor, is_causal, float(dropout_p), *window, softcap,
+            plan.forward_text, plan.backward_text,
+        )  # fmt: skip
     except UnavailableError as error:
         if forward is not None:
             raise
         dispatch.report_unavailable(plan.forward, str(error))
         registry.changed()  # what was decided without knowing it; the backend now refuses the call
         return _general(
-            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, forward, backward, return_lse
-        )
+            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, forward, backward, return_lse,
+            window, softcap,
+        )  # fmt: skip
     rank = max(query.dim(), key.dim(), value.dim())
     if rank != 4:
         # Two dims have no heads either; more than four have several batch dims.
@@ -293,6 +323,9 @@ def explain(
     forward_backend: BackendChoice = None,
     backward_backend: BackendChoice = None,
     return_lse: bool = False,
+    window_size: Window = NO_WINDOW,
+    softcap: float = 0.0,
+    **unsupported: Any,
 ) -> dispatch.Explanation:
     """What `ffpa_attn_func` would do with these arguments, without doing it: who would run it and why not the others.
 
@@ -300,15 +333,21 @@ def explain(
     call that would raise is explained too: see `Explanation.error`. Print the result, or read its fields.
     """
     try:
-        _check_kinds(query, key, value, attn_mask, is_causal)
-        dropout_p = _probability(dropout_p)
-    except TypeError as wrong:
-        return dispatch.Explanation("arguments of the wrong kind", None, None, {}, f"TypeError: {wrong}")
+        arguments.reject(_NAME, unsupported, _OPTIONS)
+        arguments.check_kinds(query, key, value, attn_mask, is_causal)
+        dropout_p, softcap = arguments.probability(dropout_p), arguments.softcap(softcap)
+        window = arguments.window(window_size)
+    except (TypeError, ValueError, NotImplementedError) as wrong:
+        kind = type(wrong).__name__
+        return dispatch.Explanation("arguments of the wrong kind", None, None, {}, f"{kind}: {wrong}")
     summary = (
-        f"query {_shown(query)}, key {_shown(key)}, value {_shown(value)}, {_autocast(query).dtype} on {query.device}"
+        f"query {_shown(query)}, key {_shown(key)}, value {_shown(value)}, {arguments.autocast(query).dtype} on "
+        f"{query.device}"
         f"{', causal' if is_causal else ''}"
         f"{f', attn_mask {_shown(attn_mask)} {attn_mask.dtype}' if attn_mask is not None else ''}"
         f"{f', dropout {dropout_p}' if dropout_p else ''}"
+        f"{f', window {window}' if window != NO_WINDOW else ''}"
+        f"{f', softcap {softcap}' if softcap else ''}"
     )
     try:
         forward, backward = resolve(backend, forward_backend, backward_backend)
@@ -323,11 +362,13 @@ def explain(
         reason = _SMALL
         if return_lse:
             error = f"return_lse=True: SDPA returns no log-sum-exp, and it runs this call: {_SMALL}"
+        elif window != NO_WINDOW or softcap:
+            error = _small_error(window, softcap)
     else:
-        foreign = _foreign(query, key, value, attn_mask)
+        foreign = arguments.foreign(query, key, value, attn_mask)
         if foreign is not None:
             reason = foreign.reason
-            error = _foreign_error(foreign, forward, backward, return_lse)
+            error = _foreign_error(foreign, forward, backward, return_lse, window, softcap)
             if error is None and forward is None and settings.strict():
                 error = f"{reason}; the call falls back to SDPA, and FFPA_JIT_STRICT=1 forbids that"
     if reason is not None:
@@ -335,42 +376,14 @@ def explain(
         if error is not None:
             return dispatch.Explanation(summary, None, None, others, f"NotImplementedError: {error}")
         return dispatch.Explanation(summary, "sdpa", "sdpa" if needs_grad else None, others)
-    query, key, value = _autocast(query), _autocast(key), _autocast(value)
-    mask = None if attn_mask is None else _autocast(masks.compact(attn_mask))
-    call = _call(query, key, value, attn_mask, mask, dropout_p, bool(is_causal), bool(enable_gqa), return_lse)
+    query, key, value = arguments.autocast(query), arguments.autocast(key), arguments.autocast(value)
+    mask = None if attn_mask is None else _prepared(attn_mask)
+    if is_causal:
+        window = (window[0], -1)
+    call = describe(
+        query, key, value, attn_mask, mask, dropout_p, bool(is_causal), bool(enable_gqa), return_lse, window, softcap
+    )
     return dispatch.explain_call(summary, call, forward, backward, _installed(), return_lse)
-
-
-def _check_kinds(query: object, key: object, value: object, attn_mask: object, is_causal: object) -> None:
-    """TypeError for arguments that are not even of the right kind; SDPA's, where it has the better one, comes later."""
-    for name, tensor in (("query", query), ("key", key), ("value", value), ("attn_mask", attn_mask)):
-        if not isinstance(tensor, Tensor) and (tensor is not None or name != "attn_mask"):
-            raise TypeError(f"{name} must be a tensor, not {type(tensor).__name__}")
-    if not isinstance(is_causal, (int, torch.SymInt, torch.SymBool)):
-        raise TypeError(f"is_causal must be True or False, not {type(is_causal).__name__} ({is_causal!r})")
-
-
-def _probability(dropout_p: Any) -> float:
-    """`dropout_p` as a number: also a NumPy scalar or a tensor of one element, as SDPA takes them; else TypeError."""
-    if isinstance(dropout_p, (int, float, torch.SymInt, torch.SymFloat)):
-        return cast(float, dropout_p)
-    if not hasattr(dropout_p, "__float__"):
-        raise TypeError(f"dropout_p must be a number from 0 to 1, not {type(dropout_p).__name__} ({dropout_p!r})")
-    return _number("dropout_p", dropout_p)
-
-
-def _number(name: str, value: Any) -> float:
-    """A scalar argument as a float; TypeError for what is none, and for a tensor whose gradient would be lost."""
-    if isinstance(value, (int, float)):
-        return float(value)
-    if isinstance(value, Tensor) and value.requires_grad:
-        raise TypeError(f"{name} must be a number; a tensor would get no gradient: multiply the query by it")
-    if isinstance(value, (str, bytes, complex)):
-        raise TypeError(f"{name} must be a number or None, not {type(value).__name__} ({value!r})")
-    try:
-        return float(value)
-    except (TypeError, ValueError):
-        raise TypeError(f"{name} must be a number or None, not {type(value).__name__}") from None
 
 
 def _is_small(query: Tensor) -> bool:
@@ -380,27 +393,32 @@ def _is_small(query: Tensor) -> bool:
     return not query.is_nested and (query.dim() < 2 or query.shape[-1] <= 256)
 
 
-def _foreign(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None) -> Refusal | None:
-    """Why these tensors cannot be handed to kernels at all, whatever the call; None if they can."""
-    for tensor in (query, key, value, attn_mask):
-        if tensor is not None and type(tensor) not in _PLAIN_TYPES:
-            return Refusal("subclass", f"{type(tensor).__name__} arguments give SDPA a meaning of their own")
-        if tensor is not None and tensor.is_nested:
-            return Refusal("subclass", "nested tensors give SDPA a meaning of their own")
-    if not torch.compiler.is_compiling() and (
-        torch._C._functorch.maybe_current_level() is not None or forward_ad._current_level >= 0
-    ):
-        return Refusal("transform", "torch.func transforms and forward-mode derivatives are SDPA's to differentiate")
-    return None
+def _small_error(window: tuple[int, int], softcap: float) -> str:
+    """What a window or a softcap raises on a call that `_is_small`."""
+    return f"{_extras(window, softcap)}: SDPA has none, and it runs this call: {_SMALL}; flash_attn has both options"
 
 
-def _foreign_error(foreign: Refusal, forward: Backend | None, backward: Backend | None, return_lse: bool) -> str | None:
+def _extras(window: tuple[int, int], softcap: float) -> str:
+    """The options that are on and that SDPA does not have, for a message; "" if none is."""
+    return " and ".join(["window_size"] * (window != NO_WINDOW) + ["softcap"] * (softcap > 0))
+
+
+def _foreign_error(
+    foreign: Refusal,
+    forward: Backend | None,
+    backward: Backend | None,
+    return_lse: bool,
+    window: tuple[int, int],
+    softcap: float,
+) -> str | None:
     """What a call with `foreign` tensors raises, if it asks for more than SDPA."""
     for named in (forward, backward):
         if named is not None and named.name != "sdpa":
             return f"backend {named.name!r} does not run this call: [{foreign.code}] {foreign.reason}"
     if return_lse:
         return f"return_lse=True: SDPA returns no log-sum-exp, and it runs this call: {foreign.reason}"
+    if window != NO_WINDOW or softcap > 0:
+        return f"{_extras(window, softcap)}: SDPA has none, and it runs this call: {foreign.reason}"
     return None
 
 
@@ -413,20 +431,15 @@ def _installed() -> bool:
     return F.scaled_dot_product_attention is ffpa_attn_func
 
 
-def _autocast(tensor: Tensor) -> Tensor:
-    """`tensor` as autocast would hand it to SDPA: floating tensors but float64 in the autocast dtype."""
-    device_type = tensor.device.type
-    if (
-        device_type != "meta"
-        and torch.is_autocast_enabled(device_type)
-        and tensor.is_floating_point()
-        and tensor.dtype != torch.float64
-    ):
-        return tensor.to(torch.get_autocast_dtype(device_type))
-    return tensor
+def _prepared(attn_mask: Tensor) -> Tensor:
+    """The mask as `masks.compact` and autocast leave it."""
+    mask = masks.compact(attn_mask)
+    if mask.dtype == torch.float32 and mask.requires_grad and torch.is_grad_enabled():
+        return mask  # a cast would write out what is only a view; the kernels take fp32 as well
+    return arguments.autocast(mask)
 
 
-def _call(
+def describe(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -436,13 +449,16 @@ def _call(
     is_causal: bool,
     enable_gqa: bool,
     return_lse: bool,
+    window: tuple[int, int],
+    softcap: float,
 ) -> Call:
-    """The call with `attn_mask` as the caller gave it, and `mask` as autocast and `masks.compact` leave it."""
+    """The call with `attn_mask` as the caller gave it, and `mask` as `_prepared` leaves it."""
     grad = torch.is_grad_enabled()
     described = None
     if attn_mask is not None and mask is not None:
         copies = masks.joining_copies(mask, batch_shape(query.shape, key.shape, value.shape))
-        described = Mask(attn_mask.shape, mask.dtype, mask.device, grad and attn_mask.requires_grad, copies)
+        needs_grad = grad and attn_mask.requires_grad
+        described = Mask(attn_mask.shape, mask.dtype, mask.device, needs_grad, copies, masks.planes(mask))
     return Call(
         query.shape,
         key.shape,
@@ -460,6 +476,8 @@ def _call(
         enable_gqa,
         grad and (query.requires_grad or key.requires_grad or value.requires_grad),
         return_lse,
+        window,
+        softcap,
     )
 
 

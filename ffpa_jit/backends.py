@@ -9,10 +9,11 @@ them as text, which `encode` writes and `decode` reads: a compiled or exported g
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import Field, dataclass, fields
+from typing import Any, ClassVar
 
 import torch
 
@@ -26,6 +27,7 @@ __all__ = [
     "decode",
     "encode",
     "resolve",
+    "side",
 ]
 
 NAMES = ("triton", "cuda", "cutedsl", "sdpa")
@@ -74,6 +76,8 @@ class Backend:
     forward: bool | None = None
     backward: bool | None = None
 
+    _text: ClassVar[str]
+
     def __post_init__(self) -> None:
         if not isinstance(self.name, str):
             raise TypeError(f"{type(self).__name__}(name={self.name!r}): name must be a string, one of {_listed()}")
@@ -97,6 +101,11 @@ class Backend:
             )
         self._set("forward", forward)
         self._set("backward", backward)
+        self._check()
+        self._set("_text", _written(self))
+
+    def _check(self) -> None:
+        """Judge and normalise the options, `forward` and `backward` being settled."""
 
     def _both_unset(self) -> tuple[bool, bool]:
         """The sides an object stands for when it names none: those its backend has."""
@@ -127,8 +136,7 @@ class SDPABackend(Backend):
 
     _own_name = "sdpa"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def _check(self) -> None:
         _require_bool(self, "high_precision_grad", self.high_precision_grad)
 
 
@@ -145,6 +153,8 @@ class TritonBackend(Backend):
         rounding.
     `split_launch`: accepted; the backward always computes dQ and dK/dV in separate launches over stored tiles.
     `preprocess_d_chunk`: accepted; the row sums of dO·O read D in pieces that fit registers at every head dim.
+    `workspace_mb`: most device memory, in MiB, that one call may use beside its outputs; None is what the environment
+        variable `FFPA_JIT_WORKSPACE_MB` says. 0 takes fused kernels that need none: slower, never less exact.
     `grad_kv_storage_dtype`, `grad_q_storage_dtype`: None, `torch.float16`, `torch.float32`, `"fp16"` or `"fp32"`;
         accepted. Gradients are accumulated in fp32 and rounded once to the input's dtype, so no lower-precision partial
         result exists that a wider storage could protect.
@@ -160,17 +170,29 @@ class TritonBackend(Backend):
     preprocess_d_chunk: bool = False
     grad_kv_storage_dtype: torch.dtype | str | None = None
     grad_q_storage_dtype: torch.dtype | str | None = None
+    workspace_mb: float | None = None
 
     _own_name = "triton"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def _check(self) -> None:
         for field in ("autotune", "enable_tma", "enable_ws", "persist_dkdv", "split_launch", "preprocess_d_chunk"):
             _require_bool(self, field, getattr(self, field))
         if self.autotune_mode not in ("fast", "max"):
             raise ValueError(f"TritonBackend(autotune_mode={self.autotune_mode!r}): choose 'fast' or 'max'")
         for field in ("grad_kv_storage_dtype", "grad_q_storage_dtype"):
             self._set(field, _storage_dtype(self, field, getattr(self, field)))
+        self._set("workspace_mb", _megabytes(self.workspace_mb))
+
+
+def _megabytes(value: object) -> float | None:
+    """`workspace_mb` as an int where it is one, else a float or None: equal caps are then written alike."""
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"TritonBackend(workspace_mb={value!r}): workspace_mb must be a number of MiB or None")
+    if not 0 <= value < 1 << 30:
+        raise ValueError(f"TritonBackend(workspace_mb={value!r}): choose a number of MiB from 0 on, or None")
+    return int(value) if value == int(value) else float(value)
 
 
 @dataclass(frozen=True)
@@ -191,8 +213,7 @@ class CUDABackend(Backend):
 
     _own_name = "cuda"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def _check(self) -> None:
         if self.backward:
             raise ValueError("CUDABackend has a forward only; drop backward=True and set backward_backend='triton'")
         if self.acc not in ("f32", "f16"):
@@ -222,9 +243,25 @@ class CuTeDSLBackend(Backend):
 
     _own_name = "cutedsl"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def _check(self) -> None:
         self._set("grad_kv_storage_dtype", _storage_dtype(self, "grad_kv_storage_dtype", self.grad_kv_storage_dtype))
+
+
+_DTYPE_TEXTS: dict[object, str] = {torch.float16: "fp16", torch.float32: "fp32"}
+
+
+def _options(backend: Backend) -> list[Field[Any]]:
+    return [field for field in fields(backend) if field.name not in ("name", "forward", "backward")]
+
+
+def _written(backend: Backend) -> str:
+    """What `encode` gives. Written when the object is built: a compiler that traces may see its numbers as symbols."""
+    text = backend.name
+    for option in _options(backend):
+        value = getattr(backend, option.name)
+        if value != option.default:
+            text += f";{option.name}={_DTYPE_TEXTS[value] if isinstance(value, torch.dtype) else value}"
+    return text
 
 
 def _listed() -> str:
@@ -241,25 +278,20 @@ DEFAULTS: dict[str, Backend] = {
 _CLASSES: dict[str, Callable[..., Backend]] = {name: type(instance) for name, instance in DEFAULTS.items()}
 
 # What of an object `encode` writes: every option, and not which directions the object was chosen for.
-_OPTIONS: dict[str, tuple[str, ...]] = {
-    name: tuple(field.name for field in fields(instance) if field.name not in ("name", "forward", "backward"))
-    for name, instance in DEFAULTS.items()
-}
-_DTYPE_TEXTS: dict[object, str] = {torch.float16: "fp16", torch.float32: "fp32"}
+_OPTIONS = {name: tuple(field.name for field in _options(instance)) for name, instance in DEFAULTS.items()}
 _VALUES: dict[str, object] = {"True": True, "False": False, "None": None}
 
 
 def encode(backend: Backend) -> str:
-    """`backend` as text: its name, then the options that are not the default ones: `"cuda;acc=f16;stages=2"`.
+    """`backend` as text: its name, then the options that are not the default ones: `"cuda;acc=f16;stages=2"`."""
+    return backend._text
 
-    Plain enough for torch.compile to trace.
-    """
-    text = backend.name
-    default = DEFAULTS[text]
-    for option in _OPTIONS[backend.name]:
-        value = getattr(backend, option)
-        if value != getattr(default, option):
-            text += f";{option}={_DTYPE_TEXTS[value] if isinstance(value, torch.dtype) else value}"
+
+def _number(text: str) -> float | str:
+    """`text` as the int or float that it writes, else itself."""
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            return kind(text)
     return text
 
 
@@ -276,7 +308,7 @@ def decode(text: str) -> Backend:
         option, _, value = pair.partition("=")
         if option not in _OPTIONS[name]:
             raise ValueError(f"{text!r}: {name!r} has no option {option!r}; choose from {', '.join(_OPTIONS[name])}")
-        options[option] = _VALUES[value] if value in _VALUES else int(value) if value.isdigit() else value
+        options[option] = _VALUES[value] if value in _VALUES else _number(value)
     return _CLASSES[name](**options)
 
 
@@ -297,7 +329,8 @@ def _as_backend(argument: str, value: object) -> Backend | None:
     return value
 
 
-def _side(argument: str, direction: str, value: object) -> Backend | None:
+def side(argument: str, direction: str, value: object) -> Backend | None:
+    """`value`, given as `argument=`, as the backend of one direction; errors as in `resolve`."""
     chosen = _as_backend(argument, value)
     if chosen is None or getattr(chosen, direction):
         return chosen
@@ -324,8 +357,8 @@ def resolve(
     is neither a string nor a Backend.
     """
     both = _as_backend("backend", backend)
-    forward = _side("forward_backend", "forward", forward_backend)
-    backward = _side("backward_backend", "backward", backward_backend)
+    forward = side("forward_backend", "forward", forward_backend)
+    backward = side("backward_backend", "backward", backward_backend)
     if both is not None:
         if forward is None and both.forward:
             forward = both

@@ -3,7 +3,8 @@
 Preference: of the backends that run the call on its device, the one that says it takes the least time (with gradients,
 the first of `PREFERENCE`), else PyTorch's SDPA. A backend that the caller names runs or raises NotImplementedError with
 every reason. A fallback that nobody asked for is logged once per reason code on the logger `ffpa_jit`, or raises under
-`FFPA_JIT_STRICT=1`.
+`FFPA_JIT_STRICT=1`. What SDPA has no words for (softcap, packed sequences) raises NotImplementedError, with every
+reason, if no backend runs it.
 
 A backward that no backend runs is SDPA's, run again on the saved inputs. That cannot repeat another forward's dropout,
 so a call with dropout and gradients needs a backend for both.
@@ -29,6 +30,7 @@ __all__ = [
     "fallback_of",
     "listed",
     "plan",
+    "plan_backward",
     "refusals",
     "report_fallback",
     "report_unavailable",
@@ -75,8 +77,8 @@ def refusals(problem: Problem, options: Backend, direction: str) -> tuple[Refusa
     What no backend of this release runs is judged here; the rest is the backend's own word.
     """
     if options.name == "sdpa":
-        return ()
-    found = _common_refusals(problem, direction)
+        return sdpa.refusals(problem)
+    found = _common_refusals(problem)
     absent = registry.missing(options.name)
     if absent is not None:
         return (*found, absent)
@@ -92,8 +94,8 @@ def _forward_refusals(problem: Problem, options: Backend, backward: Backend | No
     found = refusals(problem, options, "forward")
     if found or options.name == "sdpa" or not (problem.dropout_p > 0 and _needs_grad(problem)):
         return found
-    for name in PREFERENCE if backward is None else (backward.name,):
-        if name != "sdpa" and not refusals(problem, DEFAULTS[name] if backward is None else backward, "backward"):
+    for candidate in _backward_candidates(options) if backward is None else (backward,):
+        if candidate.name != "sdpa" and not refusals(problem, candidate, "backward"):
             return ()
     return (
         Refusal(
@@ -109,7 +111,7 @@ def _needs_grad(problem: Problem) -> bool:
     return problem.needs_grad or problem.mask_needs_grad
 
 
-def _common_refusals(problem: Problem, direction: str) -> list[Refusal]:
+def _common_refusals(problem: Problem) -> list[Refusal]:
     found = []
     head_dim = problem.head_dim
     if str(problem.dtype) not in _HALF_NAMES:
@@ -148,8 +150,6 @@ def _common_refusals(problem: Problem, direction: str) -> list[Refusal]:
                 "[batch, heads, queries, keys] would be a copy of it; join the batch dimensions before the call",
             )
         )
-    if problem.mask_needs_grad and direction == "backward":
-        found.append(Refusal("mask-gradient", "attn_mask requires a gradient, which only SDPA, run again, computes"))
     if problem.device_type != "cuda" and problem.arch != "interpreter":
         found.append(
             Refusal(
@@ -160,38 +160,60 @@ def _common_refusals(problem: Problem, direction: str) -> list[Refusal]:
     return found
 
 
-def plan(problem: Problem, forward: Backend | None, backward: Backend | None) -> Plan:
+def plan(problem: Problem, forward: Backend | None, backward: Backend | None, capped: bool = True) -> Plan:
     """Choose who runs `problem`; `forward` and `backward` are what the caller named, None where anything will do.
 
-    NotImplementedError, with every reason, if a named backend does not run its direction. `backward` matters only when
-    the problem needs gradients.
+    NotImplementedError, with every reason, if a named backend does not run its direction, or if nobody does.
+    `backward` matters only when the problem needs gradients. `capped`: SDPA, too, keeps to the cap on memory.
     """
-    needs_grad = _needs_grad(problem)
     passed_over: dict[str, tuple[Refusal, ...]] = {}
-    chosen = DEFAULTS["sdpa"]
     if forward is not None:
         _require(forward, "forward", _forward_refusals(problem, forward, backward))
         chosen = forward
     else:
-        willing: list[Backend] = []
-        for name in PREFERENCE:
-            options = backward if backward is not None and backward.name == name else DEFAULTS[name]
-            reasons = _forward_refusals(problem, options, backward)
-            if reasons:
-                passed_over[name] = reasons
-                continue
-            willing.append(options)
-            if needs_grad or problem.arch == "interpreter":
-                break  # what a backend needs for its gradients is not in the other's estimate
-        chosen = _fastest(willing, problem) or chosen
+        chosen = _choose_forward(problem, backward, passed_over)
         if chosen.name != "sdpa" and backward is None and not problem.wants_lse:
             slower = _slower_than_sdpa(chosen.name, problem)
             if slower is not None:
                 passed_over[chosen.name] = (slower,)
-                return _plan(DEFAULTS["sdpa"], DEFAULTS["sdpa"] if needs_grad else None, passed_over, small=True)
-
-    if not needs_grad:
+                sdpa_too = DEFAULTS["sdpa"] if _needs_grad(problem) else None
+                return _plan(DEFAULTS["sdpa"], sdpa_too, passed_over, small=True)
+        if chosen.name == "sdpa":
+            _require_fallback("runs this call", problem, passed_over, capped)
+    if not _needs_grad(problem):
         return _plan(chosen, None, passed_over)
+    return _with_backward(problem, chosen, forward, backward, passed_over, capped)
+
+
+def _choose_forward(problem: Problem, backward: Backend | None, passed_over: dict[str, tuple[Refusal, ...]]) -> Backend:
+    """Who runs the forward that nobody named; what the others had to say goes to `passed_over`."""
+    willing: list[Backend] = []
+    for name in PREFERENCE:
+        options = backward if backward is not None and backward.name == name else DEFAULTS[name]
+        reasons = _forward_refusals(problem, options, backward)
+        if reasons:
+            passed_over[name] = reasons
+            continue
+        willing.append(options)
+        if _needs_grad(problem) or problem.arch == "interpreter":
+            break  # what a backend needs for its gradients is not in the other's estimate
+    return _fastest(willing, problem) or DEFAULTS["sdpa"]
+
+
+def _backward_candidates(forward: Backend | None) -> list[Backend]:
+    """Who is asked for a backward that nobody named: with the options of the forward, where it is the same backend."""
+    return [forward if forward is not None and forward.name == name else DEFAULTS[name] for name in PREFERENCE]
+
+
+def _with_backward(
+    problem: Problem,
+    chosen: Backend,
+    forward: Backend | None,
+    backward: Backend | None,
+    passed_over: dict[str, tuple[Refusal, ...]],
+    capped: bool,
+) -> Plan:
+    """The plan of a problem with gradients, whose forward `chosen` runs (`forward` if it was named)."""
     if backward is not None:
         _require(backward, "backward", refusals(problem, backward, "backward"))
     if chosen.name == "sdpa":
@@ -203,13 +225,15 @@ def plan(problem: Problem, forward: Backend | None, backward: Backend | None) ->
         return _plan(chosen, DEFAULTS["sdpa"], passed_over)
     if backward is not None:
         return _plan(chosen, backward, passed_over)
-    for name in PREFERENCE:
-        options = forward if forward is not None and forward.name == name else DEFAULTS[name]
+    unwilling: dict[str, tuple[Refusal, ...]] = {}
+    for options in _backward_candidates(forward):
         reasons = refusals(problem, options, "backward")
         if not reasons:
             return _plan(chosen, options, passed_over)
+        unwilling[options.name] = reasons
         if all(refusal.code != "no-backward" for refusal in reasons):  # to have none says nothing about the call
-            passed_over[name] = reasons
+            passed_over[options.name] = reasons
+    _require_fallback("computes the gradients of this call", problem, unwilling, capped)
     if forward is None and not problem.wants_lse and _recompute_is_slower(problem):
         passed_over[chosen.name] = (
             *passed_over.get(chosen.name, ()),
@@ -221,6 +245,27 @@ def plan(problem: Problem, forward: Backend | None, backward: Backend | None) ->
         )
         return _plan(DEFAULTS["sdpa"], DEFAULTS["sdpa"], passed_over)
     return _plan(chosen, DEFAULTS["sdpa"], passed_over)
+
+
+def plan_backward(problem: Problem, backward: Backend | None) -> str:
+    """The backend, as text, that computes the gradients of `problem` from an output and a log-sum-exp of any origin.
+
+    `backward`: who was named, or None. NotImplementedError, with every reason, if it or everybody refuses.
+    """
+    if backward is not None:
+        if backward.name == "sdpa":
+            raise NotImplementedError(
+                "backend='sdpa': SDPA's backward needs SDPA's own forward and takes no log-sum-exp; use 'triton'"
+            )
+        _require(backward, "backward", refusals(problem, backward, "backward"))
+        return encode(backward)
+    unwilling = {}
+    for options in _backward_candidates(None):
+        reasons = refusals(problem, options, "backward")
+        if not reasons:
+            return encode(options)
+        unwilling[options.name] = reasons
+    raise NotImplementedError("no backend computes these gradients" + listed(unwilling))
 
 
 def _plan(
@@ -276,6 +321,15 @@ def _slower_than_sdpa(name: str, problem: Problem) -> Refusal | None:
     )
 
 
+def _require_fallback(does: str, problem: Problem, reasons: dict[str, tuple[Refusal, ...]], capped: bool) -> None:
+    """NotImplementedError if SDPA, the last resort after those with `reasons`, does not run `problem` either."""
+    found = sdpa.refusals(problem)
+    if not capped:
+        found = tuple([refusal for refusal in found if refusal.code != "combined-mask"])
+    if found:
+        raise NotImplementedError(f"no backend {does}" + listed({**reasons, "sdpa": found}))
+
+
 def _require(named: Backend, direction: str, reasons: tuple[Refusal, ...]) -> None:
     if reasons:
         raise NotImplementedError(
@@ -293,8 +347,8 @@ def listed(reasons: dict[str, tuple[Refusal, ...]]) -> str:
 def decide(call: Call, forward: Backend | None, backward: Backend | None, installed: bool) -> Decision:
     """Check `call` (head dim above 256) and the options of named backends against the contract, and plan it.
 
-    `installed`: the function stands in for SDPA, so a dtype we do not serve is a reason to fall back, not a TypeError.
-    Raises what `plan` raises.
+    `installed`: the function stands in for SDPA, so a dtype we do not serve is a reason to fall back, not a TypeError,
+    and SDPA may take the memory that it always took. Raises what `plan` raises.
     """
     described = describe(call)
     if isinstance(described, Rejection):
@@ -307,7 +361,8 @@ def decide(call: Call, forward: Backend | None, backward: Backend | None, instal
         wrong = None if named is None else named.unfit(described.dtype)
         if wrong is not None:
             return Decision(Rejection(ValueError, wrong), None, None)
-    return Decision(None, described, plan(described, forward, backward))
+    capped = not (installed and forward is None and backward is None)
+    return Decision(None, described, plan(described, forward, backward, capped))
 
 
 _warned: set[tuple[str, str]] = set()
@@ -396,7 +451,8 @@ def reasons_against(problem: Problem, decided: Plan | None) -> dict[str, list[st
         if name in used:
             continue
         if name == "sdpa":
-            result[name] = [f"{decided.forward} runs the call" if decided else "it was not asked for"]
+            refused = [refusal.reason for refusal in sdpa.refusals(problem)]
+            result[name] = refused or [f"{decided.forward} runs the call" if decided else "it was not asked for"]
             continue
         found = {refusal.code: refusal.reason for refusal in _forward_refusals(problem, DEFAULTS[name], None)}
         if _needs_grad(problem):

@@ -7,17 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
-__all__ = ["compact", "joining_copies", "to_4d"]
+__all__ = ["compact", "joining_copies", "planes", "to_4d", "visible"]
 
 
 def compact(mask: Tensor) -> Tensor:
     """`mask` without the copies it only pretends to hold: dims of stride 0 become size 1, so that a cast stays small.
 
-    A mask that requires a gradient is returned as it is: each of its elements is owed its own.
+    A mask that is differentiated is returned as it is: each of its elements is owed its own gradient.
     """
-    if mask.requires_grad:
+    if mask.requires_grad and torch.is_grad_enabled():
         return mask
     for axis in range(mask.dim()):
         if mask.stride(axis) == 0 and mask.shape[axis] > 1:
@@ -39,6 +40,28 @@ def to_4d(mask: Tensor, lead: Sequence[int], batch: int) -> Tensor:
     if _broadcasts(mask.shape[:-3]):
         return mask.reshape(1, *rest)
     return mask.expand(*lead, *rest).reshape(batch, *rest)
+
+
+def planes(mask: Tensor) -> int:
+    """Over how many batches and heads `mask` (as `compact` leaves it) holds masks of its own."""
+    count = 1
+    for size in mask.shape[:-2]:
+        count = count * size
+    return count
+
+
+def visible(len_q: int, len_kv: int, device: torch.device, is_causal: bool, window: tuple[int, int]) -> Tensor:
+    """Boolean [Nq, Nkv], True where query r, which stands at the key p = r + Nkv - Nq, may see a key.
+
+    It sees the keys from p - `window[0]` to p + `window[1]` (-1: no limit), and none after p if `is_causal`.
+    """
+    place = torch.arange(len_q, device=device).unsqueeze(1) + (len_kv - len_q)
+    keys = torch.arange(len_kv, device=device)
+    left, right = window[0], 0 if is_causal else window[1]
+    if left < 0:
+        return keys <= place + right
+    seen = keys >= place - left
+    return seen if right < 0 else seen & (keys <= place + right)
 
 
 def joining_copies(mask: Tensor, lead: Sequence[int]) -> bool:

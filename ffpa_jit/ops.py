@@ -4,18 +4,23 @@ Both are functional: they change no input and return fresh tensors. They carry b
 "triton", "cuda;acc=f16"), so a compiled or exported graph holds plain strings. Inputs are [B, H, N, D] tensors of one
 dtype (fp16 or bf16) and device, as `ffpa_attn_func` hands them over; it does the checking.
 
-`flash_attn(query, key, value, attn_mask, rng, scale, is_causal, dropout_p, forward_backend, backward_backend)`
-    `-> (out, lse)`
+`flash_attn(query, key, value, attn_mask, rng, scale, is_causal, dropout_p, window_size_left, window_size_right,`
+    `softcap, forward_backend, backward_backend) -> (out, lse)`
     attn_mask: None or [B, Hq, Nq, Nkv] with size 1 where it broadcasts; bool, fp32 or the dtype of query.
     rng: two int64 words on the device that determine what is dropped; None when `dropout_p` is 0.
+    window_size_left, window_size_right: keys before and after its own position that a query sees; -1 for all.
+    softcap: the bound on the scaled scores; 0 for none.
     out: memory layout of `torch.empty_like(query)`. lse: fp32, natural logarithm, contiguous [B, Hq, Nq].
     Both outputs are differentiable. `backward_backend` names who computes the gradients; "sdpa" runs SDPA again.
 
 `flash_attn_backward(grad_out, grad_lse, query, key, value, attn_mask, rng, out, lse, scale, is_causal, dropout_p,`
-    `needs, backend) -> (grad_query, grad_key, grad_value, grad_attn_mask)`
+    `window_size_left, window_size_right, softcap, needs, backend)`
+    `-> (grad_query, grad_key, grad_value, grad_attn_mask)`
     Each is laid out as `torch.empty_like` of its input; one that `needs` does not ask for is an empty tensor of shape
-    (0,). No backend computes the last one yet. `out` and `lse` may come from elsewhere, for example merged over shards.
+    (0,). `out` and `lse` may come from elsewhere, for example merged over shards.
     Not differentiable: a second derivative raises NotImplementedError.
+
+Their twins for packed sequences are in `ops_varlen`.
 """
 
 from __future__ import annotations
@@ -30,33 +35,40 @@ from torch.autograd import forward_ad
 from ffpa_jit import registry, sdpa
 from ffpa_jit.backends import decode
 
-__all__ = ["attend", "flash_attn", "flash_attn_backward", "unwatched"]
+__all__ = [
+    "NAMESPACE",
+    "TAGS",
+    "attend",
+    "flash_attn",
+    "flash_attn_backward",
+    "gradients",
+    "library",
+    "no_second_derivative",
+    "unwatched",
+]
 
-_NAMESPACE = "ffpa_jit"
-_library = torch.library.Library(_NAMESPACE, "DEF")
+NAMESPACE = "ffpa_jit"
+library = torch.library.Library(NAMESPACE, "DEF")
 
 # The fake kernels derive the outputs' strides from the inputs', so a compiler must hand over the inputs as it traced
 # them. "exact" appeared after torch 2.6; "fixed order" is the same promise for dense tensors.
-_TAGS = (
+TAGS = (
     torch.Tag.pt2_compliant_tag,
     getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order),
 )
-_library.define(
+library.define(
     "flash_attn(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor? rng, float scale, bool is_causal, "
-    "float dropout_p, str forward_backend, str backward_backend) -> (Tensor, Tensor)",
-    tags=_TAGS,
+    "float dropout_p, int window_size_left, int window_size_right, float softcap, str forward_backend, "
+    "str backward_backend) -> (Tensor, Tensor)",
+    tags=TAGS,
 )
-_library.define(
+library.define(
     "flash_attn_backward(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, "
     "Tensor? attn_mask, Tensor? rng, Tensor out, Tensor lse, float scale, bool is_causal, float dropout_p, "
-    "bool[4] needs, str backend) -> (Tensor, Tensor, Tensor, Tensor)",
-    tags=_TAGS,
+    "int window_size_left, int window_size_right, float softcap, bool[4] needs, str backend) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
+    tags=TAGS,
 )
-
-
-def _expanded(attn_mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None:
-    """The mask as backends take it: a view of the size of the scores, with stride 0 where it broadcasts."""
-    return None if attn_mask is None else attn_mask.expand(*query.shape[:3], key.shape[2])
 
 
 def _forward(
@@ -68,21 +80,24 @@ def _forward(
     scale: float,
     is_causal: bool,
     dropout_p: float,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
     forward_backend: str,
     backward_backend: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     options = decode(forward_backend)
-    if attn_mask is None and dropout_p == 0:  # the common case, kept short
-        return registry.get(options.name).forward(query, key, value, scale=scale, is_causal=is_causal, options=options)
     return registry.get(options.name).forward(
         query,
         key,
         value,
         scale=scale,
         is_causal=is_causal,
-        attn_mask=_expanded(attn_mask, query, key),
+        attn_mask=attn_mask,
         dropout_p=dropout_p,
         rng=rng,
+        window=(window_size_left, window_size_right),
+        softcap=softcap,
         options=options,
     )
 
@@ -96,13 +111,16 @@ def _forward_fake(
     scale: float,
     is_causal: bool,
     dropout_p: float,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
     forward_backend: str,
     backward_backend: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.empty_like(query), query.new_empty(query.shape[:-1], dtype=torch.float32)
 
 
-def _gradients(
+def gradients(
     grad_out: torch.Tensor,
     grad_lse: torch.Tensor | None,
     query: torch.Tensor,
@@ -115,12 +133,13 @@ def _gradients(
     scale: float,
     is_causal: bool,
     dropout_p: float,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
     needs: Sequence[bool],
     backend: str,
-) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """The backend's gradients of query, key and value."""
-    if needs[3]:
-        raise NotImplementedError("no backend computes the gradient of attn_mask; use backward_backend='sdpa'")
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """What `flash_attn_backward` computes, with None for what is not needed, for tensors that are `unwatched`."""
     options = decode(backend)
     return registry.get(options.name).backward(
         grad_out,
@@ -132,18 +151,20 @@ def _gradients(
         lse,
         scale=scale,
         is_causal=is_causal,
-        needs=(needs[0], needs[1], needs[2]),
-        attn_mask=_expanded(attn_mask, query, key),
+        needs=(needs[0], needs[1], needs[2], needs[3]),
+        attn_mask=attn_mask,
         dropout_p=dropout_p,
         rng=rng,
+        window=(window_size_left, window_size_right),
+        softcap=softcap,
         options=options,
     )
 
 
 def _backward(*arguments: Any) -> tuple[torch.Tensor, ...]:
-    """`_gradients` as the operator returns them: empty tensors for what is not needed, and for the mask's."""
+    """`gradients` as the operator returns them: with empty tensors for what is not needed."""
     query = arguments[2]
-    return tuple(query.new_empty(0) if grad is None else grad for grad in (*_gradients(*arguments), None))
+    return tuple(query.new_empty(0) if grad is None else grad for grad in gradients(*arguments))
 
 
 def _backward_fake(
@@ -159,6 +180,9 @@ def _backward_fake(
     scale: float,
     is_causal: bool,
     dropout_p: float,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
     needs: list[bool],
     backend: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -170,21 +194,23 @@ def _backward_fake(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    query, key, value, attn_mask, rng, scale, is_causal, dropout_p, _, backward_backend = inputs
+    query, key, value, attn_mask, rng, scale, is_causal, dropout_p, left, right, softcap, _, backward_backend = inputs
     # An unused lse (or out) then has the gradient None instead of a tensor of zeros.
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(query, key, value, attn_mask, rng, *output)
-    ctx.scale, ctx.is_causal, ctx.dropout_p, ctx.backward_backend = scale, is_causal, dropout_p, backward_backend
+    ctx.options = scale, is_causal, dropout_p, left, right, softcap
+    ctx.backward_backend = backward_backend
 
 
 def _differentiate(
     ctx: Any, grad_out: torch.Tensor | None, grad_lse: torch.Tensor | None
 ) -> tuple[torch.Tensor | None, ...]:
     needs = tuple(ctx.needs_input_grad[:4])
-    constants = (None, None, None, None, None, None)  # from rng on
+    constants = (None,) * 9  # from rng on
     if (grad_out is None and grad_lse is None) or not any(needs):
         return (None, None, None, None, *constants)
     query, key, value, attn_mask, rng, out, lse = ctx.saved_tensors
+    scale, is_causal, dropout_p, left, right, softcap = ctx.options
     if grad_out is None:
         grad_out = torch.zeros_like(out)
     if decode(ctx.backward_backend).name == "sdpa":
@@ -193,37 +219,39 @@ def _differentiate(
                 "backward_backend='sdpa' cannot differentiate the log-sum-exp, which SDPA does not return; use "
                 "backward_backend='triton', or detach lse"
             )
-        if ctx.dropout_p > 0:
+        if dropout_p > 0:
             raise NotImplementedError("SDPA, run again for the backward, cannot repeat the dropout of another forward")
+        if softcap > 0:
+            raise NotImplementedError("SDPA, run again for the backward, has no softcap")
+        window = (left, right)
         grads = sdpa.backward(
-            grad_out, query, key, value, attn_mask, scale=ctx.scale, is_causal=ctx.is_causal, needs=needs
+            grad_out, query, key, value, attn_mask, scale=scale, is_causal=is_causal, needs=needs, window=window
         )
         return (*grads, *constants)
     arguments = (
-        grad_out, grad_lse, query, key, value, attn_mask, rng, out, lse, ctx.scale, ctx.is_causal, ctx.dropout_p,
-        needs, ctx.backward_backend,
+        grad_out, grad_lse, query, key, value, attn_mask, rng, out, lse, *ctx.options, needs, ctx.backward_backend
     )  # fmt: skip
     if not torch.is_grad_enabled() and unwatched(grad_out, query, key, value):
         # Without create_graph nothing would see the operator: call what it calls.
-        return (*_gradients(*arguments), None, *constants)
+        return (*gradients(*arguments), *constants)
     grads = flash_attn_backward(*arguments)
     return (*[grad if need else None for grad, need in zip(grads, needs, strict=True)], *constants)
 
 
-def _no_second_derivative(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+def no_second_derivative(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
     raise NotImplementedError(
-        "ffpa_attn_func has no second derivative; compute it with SDPA under "
+        "the kernels' gradients have no derivative; compute second derivatives with SDPA under "
         "torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH), or drop create_graph=True"
     )
 
 
 for _key in ("CUDA", "CPU"):  # ROCm devices use the CUDA key; the CPU serves Triton's interpreter
-    _library.impl("flash_attn", _forward, _key)
-    _library.impl("flash_attn_backward", _backward, _key)
-torch.library.register_fake(f"{_NAMESPACE}::flash_attn", _forward_fake, lib=_library)
-torch.library.register_fake(f"{_NAMESPACE}::flash_attn_backward", _backward_fake, lib=_library)
-torch.library.register_autograd(f"{_NAMESPACE}::flash_attn", _differentiate, setup_context=_save, lib=_library)
-torch.library.register_autograd(f"{_NAMESPACE}::flash_attn_backward", _no_second_derivative, lib=_library)
+    library.impl("flash_attn", _forward, _key)
+    library.impl("flash_attn_backward", _backward, _key)
+torch.library.register_fake(f"{NAMESPACE}::flash_attn", _forward_fake, lib=library)
+torch.library.register_fake(f"{NAMESPACE}::flash_attn_backward", _backward_fake, lib=library)
+torch.library.register_autograd(f"{NAMESPACE}::flash_attn", _differentiate, setup_context=_save, lib=library)
+torch.library.register_autograd(f"{NAMESPACE}::flash_attn_backward", no_second_derivative, lib=library)
 
 flash_attn = torch.ops.ffpa_jit.flash_attn.default
 flash_attn_backward = torch.ops.ffpa_jit.flash_attn_backward.default
@@ -281,6 +309,9 @@ def attend(
     scale: float,
     is_causal: bool,
     dropout_p: float,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
     forward_backend: str,
     backward_backend: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -289,7 +320,8 @@ def attend(
     `backward_backend`: "" when no gradient is needed.
     """
     inputs = (
-        query, key, value, attn_mask, rng, scale, is_causal, dropout_p, forward_backend, backward_backend
+        query, key, value, attn_mask, rng, scale, is_causal, dropout_p, window_size_left, window_size_right, softcap,
+        forward_backend, backward_backend,
     )  # fmt: skip
     if not backward_backend:
         return _forward(*inputs)

@@ -7,6 +7,7 @@ too, and are plain enough for torch.compile to trace.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -18,6 +19,7 @@ from ffpa_jit import settings
 __all__ = [
     "MAX_HEAD_DIM",
     "MIN_HEAD_DIM",
+    "NO_WINDOW",
     "Call",
     "Mask",
     "Problem",
@@ -31,6 +33,9 @@ __all__ = [
 # SDPA's own kernels serve head dims up to 256; above 1024 nothing here does.
 MIN_HEAD_DIM = 257
 MAX_HEAD_DIM = 1024
+
+NO_WINDOW = (-1, -1)
+"""`window_size` that hides nothing."""
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -67,7 +72,12 @@ class Rejection(NamedTuple):
 class Problem:
     """The static description of one call with [B, H, N, D] tensors; sizes may be `torch.SymInt` while tracing.
 
-    `mask_copies`: the mask cannot be seen as [B, Hq, Nq, Nkv] without O(N^2) memory.
+    `mask_copies`: the mask cannot be seen as [B, Hq, Nq, Nkv] without O(N^2) memory. `mask_planes`: over how many
+    batches and heads it differs. `window`: how many keys before and after its own position a query sees, -1 for all
+    (the second always, if `is_causal`); `softcap`: the bound on the scores, 0 for none.
+
+    `varlen`: sequences packed into [T, H, D]; then `batch` is 1 and the lengths are the totals, so that what is
+    computed from them is an upper bound.
     """
 
     batch: int
@@ -88,6 +98,10 @@ class Problem:
     mask_needs_grad: bool
     wants_lse: bool = False
     mask_copies: bool = False
+    window: tuple[int, int] = NO_WINDOW
+    softcap: float = 0.0
+    varlen: bool = False
+    mask_planes: int = 1
 
     @classmethod
     def from_tensors(
@@ -98,6 +112,8 @@ class Problem:
         attn_mask: torch.Tensor | None = None,
         dropout_p: float = 0.0,
         is_causal: bool = False,
+        window: tuple[int, int] = NO_WINDOW,
+        softcap: float = 0.0,
     ) -> Problem:
         """The problem of a call with [B, H, N, D] tensors that has passed the checks; grad mode is read from torch."""
         grad = torch.is_grad_enabled()
@@ -118,6 +134,9 @@ class Problem:
             dropout_p=dropout_p,
             needs_grad=grad and (query.requires_grad or key.requires_grad or value.requires_grad),
             mask_needs_grad=grad and attn_mask is not None and attn_mask.requires_grad,
+            window=window,
+            softcap=softcap,
+            mask_planes=1 if attn_mask is None else math.prod(attn_mask.shape[:-2]),
         )
 
     def cache_mb(self) -> float:
@@ -132,13 +151,14 @@ class Problem:
 
 
 class Mask(NamedTuple):
-    """What a decision may depend on in `attn_mask`; `copies` is `Problem.mask_copies`."""
+    """What a decision may depend on in `attn_mask`; `copies` and `planes` are `Problem.mask_copies`, `.mask_planes`."""
 
     shape: Sequence[int]
     dtype: torch.dtype
     device: torch.device
     needs_grad: bool
     copies: bool
+    planes: int = 1
 
 
 class Call(NamedTuple):
@@ -163,6 +183,8 @@ class Call(NamedTuple):
     enable_gqa: bool
     needs_grad: bool
     wants_lse: bool = False
+    window: tuple[int, int] = NO_WINDOW
+    softcap: float = 0.0
 
 
 def canonical_shape(shape: Sequence[int]) -> tuple[int, int, int, int]:
@@ -196,14 +218,9 @@ def describe(call: Call) -> Problem | Rejection:
         )
     if len_v != len_kv:
         return Rejection(ValueError, f"key has {len_kv} positions and value {len_v}; they must have the same number")
-    wrong = _wrong_heads(heads_q, heads_kv, heads_v, call.enable_gqa) or _wrong_batch(call)
+    wrong = wrong_heads(heads_q, heads_kv, heads_v, call.enable_gqa) or _wrong_batch(call)
     if wrong is not None:
         return wrong
-    if call.is_causal and call.mask is not None:
-        return Rejection(
-            ValueError,
-            "attn_mask and is_causal=True were both given; pass one of them, with the causal part inside attn_mask",
-        )
     if call.is_causal and len_kv < len_q:
         return Rejection(
             ValueError,
@@ -240,6 +257,9 @@ def describe(call: Call) -> Problem | Rejection:
         mask_needs_grad=call.mask is not None and call.mask.needs_grad,
         wants_lse=call.wants_lse,
         mask_copies=call.mask is not None and call.mask.copies,
+        window=call.window,
+        softcap=call.softcap,
+        mask_planes=1 if call.mask is None else call.mask.planes,
     )
 
 
@@ -295,7 +315,7 @@ def _wrong_rank(call: Call) -> Rejection | None:
     return None
 
 
-def _wrong_heads(heads_q: int, heads_kv: int, heads_v: int, enable_gqa: bool) -> Rejection | None:
+def wrong_heads(heads_q: int, heads_kv: int, heads_v: int, enable_gqa: bool) -> Rejection | None:
     if heads_v != heads_kv:
         return Rejection(
             ValueError, f"key has {heads_kv} heads and value {heads_v}; they must have the same number of heads"

@@ -17,7 +17,7 @@ from typing import Any, Protocol, cast
 import torch
 
 from ffpa_jit import settings
-from ffpa_jit.problem import Problem, Refusal
+from ffpa_jit.problem import NO_WINDOW, Problem, Refusal
 
 __all__ = ["Implementation", "changed", "get", "missing", "on_change", "replaced"]
 
@@ -25,10 +25,14 @@ __all__ = ["Implementation", "changed", "get", "missing", "on_change", "replaced
 class Implementation(Protocol):
     """The verbs of a backend; tensors are [B, H, N, D] of one dtype on one device.
 
-    `options` is the Backend object with the caller's options. `attn_mask` is a [B, Hq, Nq, Nkv] view on that device,
-    with stride 0 where it broadcasts: bool (True: the key is seen), the inputs' dtype, or fp32 (both added to the
-    scaled scores). `rng`, given when `dropout_p` > 0: two int64 words on that device which, with an element's index,
-    determine whether it is dropped; forward and backward of one call get the same.
+    `options` is the Backend object with the caller's options. `attn_mask` has four dimensions on that device, each of
+    size 1 (or stride 0) where it broadcasts to [B, Hq, Nq, Nkv]: bool (True: the key is seen), the inputs' dtype, or
+    fp32 (both added to the scores). `rng`, given when `dropout_p` > 0: two int64 words on that device which, with an
+    element's index, determine whether it is dropped; forward and backward of one call get the same.
+
+    Query r stands at the key p = r + Nkv - Nq and sees the keys from p - `window[0]` to p + `window[1]`, -1 for no
+    limit, and none after p if `is_causal`. `softcap` > 0 makes softcap * tanh(score / softcap) of the scaled scores,
+    before the mask is added. What a backend does not do it must refuse: `varlen` problems mean the last two verbs.
     """
 
     name: str
@@ -48,6 +52,8 @@ class Implementation(Protocol):
         attn_mask: torch.Tensor | None = None,
         dropout_p: float = 0.0,
         rng: torch.Tensor | None = None,
+        window: tuple[int, int] = NO_WINDOW,
+        softcap: float = 0.0,
         options: Any = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(out with the memory layout of `torch.empty_like(query)`, lse: fp32 natural log [B, Hq, Nq])."""
@@ -65,16 +71,70 @@ class Implementation(Protocol):
         *,
         scale: float,
         is_causal: bool,
-        needs: tuple[bool, bool, bool],
+        needs: tuple[bool, bool, bool, bool],
         attn_mask: torch.Tensor | None = None,
         dropout_p: float = 0.0,
         rng: torch.Tensor | None = None,
+        window: tuple[int, int] = NO_WINDOW,
+        softcap: float = 0.0,
+        options: Any = None,
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+        """The gradients of query, key, value and attn_mask that `needs` asks for, as `torch.empty_like` of each.
+
+        `out` and `lse` may come from elsewhere, for example merged over shards of the keys; rows whose lse is -inf get
+        no gradient.
+        """
+        ...
+
+    def varlen_forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cu_seqlens_q: torch.Tensor,
+        cu_seqlens_k: torch.Tensor,
+        *,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        scale: float,
+        is_causal: bool,
+        dropout_p: float = 0.0,
+        rng: torch.Tensor | None = None,
+        window: tuple[int, int] = NO_WINDOW,
+        softcap: float = 0.0,
+        options: Any = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(out as `torch.empty_like(query)`, lse: fp32 [Hq, Tq]) of sequences packed into [T, H, D].
+
+        `cu_seqlens_*`: contiguous int32 [sequences + 1] on the device, never read by the host; rows that belong to no
+        sequence give out 0 and lse -inf. `max_seqlen_*`: no sequence is longer. The tensors are not empty.
+        """
+        ...
+
+    def varlen_backward(
+        self,
+        grad_out: torch.Tensor,
+        grad_lse: torch.Tensor | None,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        cu_seqlens_q: torch.Tensor,
+        cu_seqlens_k: torch.Tensor,
+        *,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        scale: float,
+        is_causal: bool,
+        needs: tuple[bool, bool, bool],
+        dropout_p: float = 0.0,
+        rng: torch.Tensor | None = None,
+        window: tuple[int, int] = NO_WINDOW,
+        softcap: float = 0.0,
         options: Any = None,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-        """The gradients of query, key and value that `needs` asks for, laid out as `torch.empty_like` of each.
-
-        That of `attn_mask` is no backend's work: SDPA, run again, computes it.
-        """
+        """The gradients of query, key and value that `needs` asks for, as `torch.empty_like` of each."""
         ...
 
     def warm(self, problem: Problem, options: Any = None) -> None:
@@ -101,6 +161,8 @@ class _NotBuilt:
 
     def backward(self, *tensors: torch.Tensor | None, **options: Any) -> tuple[torch.Tensor | None, ...]:
         raise NotImplementedError(self._reason)
+
+    varlen_forward, varlen_backward = forward, backward
 
     def warm(self, problem: Problem, options: Any = None) -> None:
         raise NotImplementedError(self._reason)

@@ -1,4 +1,4 @@
-"""PyTorch's SDPA as it was at import, and the fallback to it that keeps causal masks bottom-right.
+"""PyTorch's SDPA as it was at import, and the fallback to it that keeps causal masks bottom-right and has windows.
 
 `native` is the builtin itself: patching `torch.nn.functional.scaled_dot_product_attention` does not change it, so a
 patched name cannot recurse into the fallback.
@@ -11,11 +11,10 @@ from typing import cast
 
 import torch
 
-from ffpa_jit import settings
-from ffpa_jit.masks import compact
-from ffpa_jit.problem import Problem
+from ffpa_jit import masks, settings
+from ffpa_jit.problem import NO_WINDOW, Problem, Refusal, shown
 
-__all__ = ["backward", "estimate", "fallback", "native"]
+__all__ = ["backward", "estimate", "fallback", "native", "refusals"]
 
 _SHIFTABLE = 1e30  # what is beyond is somebody's "minimum", and no bias
 
@@ -31,6 +30,7 @@ def fallback(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
+    window: tuple[int, int] = NO_WINDOW,
 ) -> torch.Tensor:
     """SDPA with this package's meaning of `is_causal`: row r sees the keys k <= r + Nkv - Nq when head_dim > 256.
 
@@ -38,6 +38,9 @@ def fallback(
     the alignment costs at most the workspace cap in extra memory: a boolean mask where that fits, else zero queries in
     front that make the problem square (they cost time, O(Nkv * D) memory, and are cut off again). With no keys at all
     the output is zeros, connected to autograd.
+
+    A window, and `is_causal` together with `attn_mask`, become one mask of queries by keys, however large: `refusals`
+    tells before where that exceeds the cap.
 
     An fp32 mask with half-precision inputs is brought to theirs, because SDPA's fused kernels take no other.
 
@@ -49,17 +52,48 @@ def fallback(
         if len_kv == 0:
             return _no_keys(query, key, value, enable_gqa)
         if attn_mask is not None and attn_mask.dtype != query.dtype and attn_mask.dtype == torch.float32:
-            attn_mask = _narrowed(compact(attn_mask), query.dtype)
-        if is_causal and attn_mask is None and len_q < len_kv:
-            if len_q == 1:
-                is_causal = False  # the only query is aligned to the last key and sees all of them
-            elif _mask_bytes(len_q, len_kv) <= settings.workspace_bytes():
-                attn_mask, is_causal = _bottom_right(len_q, len_kv, query.device), False
+            attn_mask = _narrowed(masks.compact(attn_mask), query.dtype)
+        if is_causal and len_q == 1:
+            is_causal = False  # the only query is aligned to the last key and sees all of them
+        if window != NO_WINDOW or (is_causal and attn_mask is not None and len_q <= len_kv):
+            seen = masks.visible(len_q, len_kv, query.device, is_causal, window)
+            attn_mask, is_causal = seen if attn_mask is None else _both(masks.compact(attn_mask), seen), False
+        elif is_causal and attn_mask is None and len_q < len_kv:
+            if _mask_bytes(len_q, len_kv) <= settings.workspace_bytes():
+                attn_mask, is_causal = masks.visible(len_q, len_kv, query.device, True, NO_WINDOW), False
             else:
                 square = torch.nn.functional.pad(query, (0, 0, len_kv - len_q, 0))
                 out = native(square, key, value, None, dropout_p, True, scale=scale, enable_gqa=enable_gqa)
                 return out[..., len_kv - len_q :, :]
     return native(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+
+
+def _both(mask: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+    """`mask`, with the keys hidden that `seen` does not have."""
+    return mask & seen if mask.dtype == torch.bool else torch.where(seen, mask, float("-inf"))
+
+
+def refusals(problem: Problem) -> tuple[Refusal, ...]:
+    """What of `problem` SDPA has no words for; empty: `fallback` runs it, in either direction."""
+    if problem.varlen:
+        return (Refusal("varlen", "SDPA takes no packed sequences; unpack them and call it for each"),)
+    found = []
+    if problem.softcap > 0:
+        found.append(Refusal("softcap", f"softcap is {shown(problem.softcap)}, and SDPA caps no scores"))
+    windowed = problem.window != NO_WINDOW
+    if windowed or (problem.is_causal and problem.has_mask):
+        planes = problem.mask_planes if problem.has_mask else 1
+        needed, cap = _mask_bytes(problem.len_q, problem.len_kv, planes), settings.workspace_bytes()
+        if needed > cap and problem.len_q * problem.len_kv > 0:
+            what = "a window" if windowed else "is_causal together with attn_mask"
+            found.append(
+                Refusal(
+                    "combined-mask",
+                    f"SDPA takes {what} only as a mask of all queries by all keys, {shown(needed / 2**20, '.4g')} MiB, "
+                    f"and the cap is {shown(cap / 2**20, '.4g')} MiB: raise FFPA_JIT_WORKSPACE_MB",
+                )
+            )
+    return tuple(found)
 
 
 def _narrowed(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -77,10 +111,11 @@ def estimate(problem: Problem) -> float:
     """About how many microseconds SDPA takes for `problem`, backward included where it needs one.
 
     From an H200 and torch 2.11 (bench/NOTES.md): 20 us of launches, then 130 TFLOP/s forward and 45 backward, in 64-row
-    tiles. With grouped heads SDPA repeats K and V or takes its math path, tens of times slower: nothing is small then.
+    tiles. With grouped heads SDPA repeats K and V or takes its math path, tens of times slower: nothing is small then;
+    nor is a window, which costs it a mask.
     The figures only decide which of two correct paths is taken, so a factor of two on another GPU does little harm.
     """
-    if problem.heads_q != problem.heads_kv:
+    if problem.heads_q != problem.heads_kv or problem.window != NO_WINDOW or refusals(problem):
         return float("inf")
     product = problem.product_mflop(64)
     if problem.needs_grad:
@@ -98,6 +133,7 @@ def backward(
     scale: float,
     is_causal: bool,
     needs: tuple[bool, bool, bool, bool],
+    window: tuple[int, int] = NO_WINDOW,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """Gradients of the fallback at (query, key, value, attn_mask), by running it again; None for those not in `needs`.
 
@@ -115,7 +151,7 @@ def backward(
         enable_gqa = bool(query.shape[-3] != key.shape[-3])  # bool() also of a symbolic comparison
         query, key, value = inputs[:3]
         mask = inputs[3] if attn_mask is not None else None
-        out = fallback(query, key, value, mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
+        out = fallback(query, key, value, mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa, window=window)
         wanted = [tensor for tensor, need in zip(inputs, needs, strict=False) if need]
         # Without keys the mask takes no part, and its gradient is as empty as it is.
         grads = iter(torch.autograd.grad(out, wanted, grad_out, create_graph=connected, materialize_grads=True))
@@ -132,12 +168,6 @@ def _no_keys(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable
     return torch.matmul(torch.matmul(query, key.transpose(-2, -1)), value)
 
 
-def _mask_bytes(len_q: int, len_kv: int) -> int:
+def _mask_bytes(len_q: int, len_kv: int, planes: int = 1) -> int:
     """What SDPA holds for a boolean mask at its peak: the mask and its additive copy, padded when Nkv is odd-sized."""
-    return (3 if len_kv % 16 == 0 else 5) * len_q * len_kv
-
-
-def _bottom_right(len_q: int, len_kv: int, device: torch.device) -> torch.Tensor:
-    """Boolean [Nq, Nkv], True where query r may see key k: k <= r + Nkv - Nq."""
-    rows = torch.arange(len_q, device=device).unsqueeze(1) + (len_kv - len_q)
-    return torch.arange(len_kv, device=device) <= rows
+    return (3 if len_kv % 16 == 0 else 5) * planes * len_q * len_kv

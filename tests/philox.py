@@ -27,10 +27,13 @@ def _words(counter: list[torch.Tensor], key0: int, key1: int) -> list[torch.Tens
     return [c0, c1, c2, c3]
 
 
-def kept(rng: torch.Tensor, shape: tuple[int, int, int, int], dropout_p: float) -> torch.Tensor:
+def kept(
+    rng: torch.Tensor, shape: tuple[int, int, int, int], dropout_p: float, *, first_row: int = 0, first_line: int = 0
+) -> torch.Tensor:
     """[B, H, Nq, Nkv] in float64: 0 where an element is dropped, else one over the probability to stay.
 
-    `rng`: the call's two int64 words, (seed, offset).
+    `rng`: the call's two int64 words, (seed, offset). `first_row`, `first_line`: where the result begins, in query rows
+    and in heads counted over the batch. A packed batch of sequences is (1, H, Tq, longest keys).
     """
     batch, heads, len_q, len_kv = shape
     seed, offset = (int(word) % 2**64 for word in rng)
@@ -38,8 +41,8 @@ def kept(rng: torch.Tensor, shape: tuple[int, int, int, int], dropout_p: float) 
     key = torch.arange(len_kv, device=device)
     counter = [
         ((key >> 5) * 4 + ((key >> 1) & 3)).expand(batch * heads, len_q, len_kv),
-        torch.arange(len_q, device=device)[:, None].expand(batch * heads, len_q, len_kv),
-        torch.arange(batch * heads, device=device)[:, None, None].expand(batch * heads, len_q, len_kv),
+        (first_row + torch.arange(len_q, device=device))[:, None].expand(batch * heads, len_q, len_kv),
+        (first_line + torch.arange(batch * heads, device=device))[:, None, None].expand(batch * heads, len_q, len_kv),
         torch.full((batch * heads, len_q, len_kv), offset & _LOW, device=device),
     ]
     words = _words(counter, seed & _LOW, (seed >> 32) ^ (offset >> 32))

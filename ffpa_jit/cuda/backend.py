@@ -22,6 +22,7 @@ __all__ = ["BACKEND", "CUDAKernels"]
 _DEFAULT = CUDABackend()
 # The factor of what stays must be an fp16 number, and probabilities are rounded to 1 / 65536 (dropout.cuh).
 _MOST_DROPPED = 1.0 - 2.0**-14
+_FEATURES = {"varlen": "packed sequences", "window": "window_size", "softcap": "softcap"}
 _MOST = 2**31 - 2**16  # rows, keys and blocks are counted in 32 bits, and rounded up to tiles
 
 
@@ -39,6 +40,9 @@ class CUDAKernels:
             return [Refusal("device", reason)]
         options = options or _DEFAULT
         found = []
+        for code, off in (("varlen", False), ("window", (-1, -1)), ("softcap", 0.0)):
+            if getattr(problem, code) != off:
+                found.append(Refusal(code, f"the CUDA kernels have no {_FEATURES[code]}; the Triton backend has"))
         if problem.dropout_p > _MOST_DROPPED:
             most = f"{1 / (1 - _MOST_DROPPED):.0f}"
             reason = f"dropout_p is {shown(problem.dropout_p)}, which drops all but one element in {most}"
@@ -75,9 +79,13 @@ class CUDAKernels:
         attn_mask: torch.Tensor | None = None,
         dropout_p: float = 0.0,
         rng: torch.Tensor | None = None,
+        window: tuple[int, int] = (-1, -1),
+        softcap: float = 0.0,
         options: CUDABackend | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Output in the query's layout and LSE [B, Hq, Nq] (float32, natural logarithm)."""
+        if tuple(window) != (-1, -1) or softcap:  # for who calls the operators directly
+            raise NotImplementedError("the CUDA kernels have neither window_size nor softcap; use the Triton backend")
         from ffpa_jit.cuda import dense
 
         options = options or _DEFAULT
@@ -92,7 +100,7 @@ class CUDAKernels:
                 value,
                 scale=scale,
                 is_causal=is_causal,
-                attn_mask=attn_mask,
+                attn_mask=None if attn_mask is None else attn_mask.expand(*query.shape[:3], key.shape[2]),
                 dropout_p=dropout_p,
                 rng=rng,
             )

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ffpa_jit.problem import Problem, Refusal, device_arch, shown
+from ffpa_jit.problem import Problem, Refusal, device_arch
 from ffpa_jit.settings import workspace_bytes
 from ffpa_jit.triton import bundle
 from ffpa_jit.triton.configs import FAMILIES, family
 from ffpa_jit.triton.schedule import TILE, minimum_bytes
+from ffpa_jit.triton.terms import Terms
 
 if TYPE_CHECKING:
     from ffpa_jit.backends import TritonBackend
@@ -43,10 +44,6 @@ class TritonKernels:
         def refuse(code: str, reason: str) -> None:
             found.append(Refusal(code, reason))
 
-        if problem.has_mask:
-            refuse("mask", "attn_mask was given; the Triton kernels have no masks but is_causal=True")
-        if problem.dropout_p > 0:
-            refuse("dropout", f"dropout_p is {shown(problem.dropout_p)}; the Triton kernels have no dropout")
         if problem.device_type != "cuda" and problem.arch != "interpreter":
             refuse(
                 "device",
@@ -60,45 +57,88 @@ class TritonKernels:
                 "interpreter-dtype",
                 "the inputs are torch.bfloat16, which Triton's interpreter multiplies wrongly; use torch.float16",
             )
-        needed = minimum_bytes(
-            problem.batch * problem.heads_q, problem.len_q, problem.len_kv, problem.head_dim, direction
-        )  # fmt: skip
-        if needed > workspace_bytes():
-            refuse(
-                "workspace",
-                f"the {direction} needs at least {shown(needed / 2**20, '.4g')} MiB of workspace, the cap is "
-                f"{shown(workspace_bytes() / 2**20, '.4g')} MiB: raise FFPA_JIT_WORKSPACE_MB",
-            )
         return found
 
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, scale: float, is_causal: bool,
         attn_mask: torch.Tensor | None = None, dropout_p: float = 0.0, rng: torch.Tensor | None = None,
-        options: TritonBackend | None = None,
+        window: tuple[int, int] = (-1, -1), softcap: float = 0.0, options: TritonBackend | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         """Output in the query's layout and LSE [B, Hq, Nq] (float32, natural logarithm)."""
-        _no_mask_or_dropout(attn_mask, dropout_p)
-        from . import dense
-
+        terms = Terms(scale, is_causal, window, softcap, attn_mask, dropout_p, rng)
+        cap = _cap(options)
         arch = device_arch(query.device.type, query.device.index)
-        with _on(query.device), _compiling("forward", arch, query, is_causal):
-            return dense.forward(query, key, value, scale=scale, is_causal=is_causal, arch=arch)
+        with _on(query.device), _compiling("forward", arch, query, terms):
+            if decodes(query, key, arch) and cap:
+                from . import decode
+
+                return decode.forward(query, key, value, terms, arch=arch, cap=cap)
+            if cap < _needed(query, key, "forward"):
+                from . import fused
+
+                return fused.forward(query, key, value, terms, arch=arch)
+            from . import dense
+
+            return dense.forward(query, key, value, terms, arch=arch, cap=cap)
 
     def backward(
         self, grad_out: torch.Tensor, grad_lse: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor,
         value: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, *, scale: float, is_causal: bool,
-        needs: tuple[bool, bool, bool], attn_mask: torch.Tensor | None = None, dropout_p: float = 0.0,
-        rng: torch.Tensor | None = None, options: TritonBackend | None = None,
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
-        """(dQ, dK, dV), None where not needed; ``out`` and ``lse`` may come from any forward of the same call."""
-        _no_mask_or_dropout(attn_mask, dropout_p)
-        from . import dense
-
+        needs: tuple[bool, bool, bool, bool], attn_mask: torch.Tensor | None = None, dropout_p: float = 0.0,
+        rng: torch.Tensor | None = None, window: tuple[int, int] = (-1, -1), softcap: float = 0.0,
+        options: TritonBackend | None = None,
+    ) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
+        """(dQ, dK, dV, dMask), None where not needed; ``out`` and ``lse`` may be any forward's of the same call."""
+        terms = Terms(scale, is_causal, window, softcap, attn_mask, dropout_p, rng)
+        cap = _cap(options)
         arch = device_arch(query.device.type, query.device.index)
-        with _on(query.device), _compiling("backward", arch, query, is_causal):
+        with _on(query.device), _compiling("backward", arch, query, terms):
+            # A stored dS has the softcap's slope in it, which the gradient of the mask has not.
+            if cap < _needed(query, key, "backward") or (softcap and needs[3]):
+                from . import fused
+
+                return fused.backward(
+                    grad_out, grad_lse, query, key, value, out, lse, terms, needs=needs, arch=arch
+                )  # fmt: skip
+            from . import dense
+
             return dense.backward(
-                grad_out, grad_lse, query, key, value, out, lse,
-                scale=scale, is_causal=is_causal, needs=needs, arch=arch,
+                grad_out, grad_lse, query, key, value, out, lse, terms, needs=needs, arch=arch, cap=cap
+            )  # fmt: skip
+
+    def varlen_forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_seqlens_q: torch.Tensor,
+        cu_seqlens_k: torch.Tensor, *, max_seqlen_q: int, max_seqlen_k: int, scale: float, is_causal: bool,
+        dropout_p: float = 0.0, rng: torch.Tensor | None = None, window: tuple[int, int] = (-1, -1),
+        softcap: float = 0.0, options: TritonBackend | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        """Output [Tq, Hq, D] in the query's layout and LSE [Hq, Tq] of packed sequences."""
+        from . import ragged
+
+        terms = Terms(scale, is_causal, window, softcap, None, dropout_p, rng)
+        arch = device_arch(query.device.type, query.device.index)
+        with _on(query.device), _compiling("varlen forward", arch, query, terms):
+            return ragged.forward(
+                query, key, value, cu_seqlens_q, cu_seqlens_k, terms, max_q=max_seqlen_q, max_k=max_seqlen_k,
+                arch=arch, cap=_cap(options),
+            )  # fmt: skip
+
+    def varlen_backward(
+        self, grad_out: torch.Tensor, grad_lse: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor,
+        value: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, cu_seqlens_q: torch.Tensor,
+        cu_seqlens_k: torch.Tensor, *, max_seqlen_q: int, max_seqlen_k: int, scale: float, is_causal: bool,
+        needs: tuple[bool, bool, bool], dropout_p: float = 0.0, rng: torch.Tensor | None = None,
+        window: tuple[int, int] = (-1, -1), softcap: float = 0.0, options: TritonBackend | None = None,
+    ) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
+        """(dQ, dK, dV) of packed sequences, None where not needed."""
+        from . import ragged
+
+        terms = Terms(scale, is_causal, window, softcap, None, dropout_p, rng)
+        arch = device_arch(query.device.type, query.device.index)
+        with _on(query.device), _compiling("varlen backward", arch, query, terms):
+            return ragged.backward(
+                grad_out, grad_lse, query, key, value, out, lse, cu_seqlens_q, cu_seqlens_k, terms, needs=needs,
+                max_q=max_seqlen_q, max_k=max_seqlen_k, arch=arch, cap=_cap(options),
             )  # fmt: skip
 
     def estimate(self, problem: Problem) -> float:
@@ -123,10 +163,25 @@ class TritonKernels:
             )  # fmt: skip
 
 
-def _no_mask_or_dropout(attn_mask: torch.Tensor | None, dropout_p: float) -> None:
-    """For who calls the operators directly: a mask that is not applied would go unnoticed."""
-    if attn_mask is not None or dropout_p > 0:
-        raise NotImplementedError("the Triton kernels have neither attn_mask nor dropout; use the CUDA backend")
+def _cap(options: TritonBackend | None) -> int:
+    """Bytes of workspace for a call: the backend's own option, else the setting."""
+    own = None if options is None else options.workspace_mb
+    return workspace_bytes() if own is None else int(own * 2**20)
+
+
+def _needed(query: torch.Tensor, key: torch.Tensor, direction: str) -> int:
+    """Bytes of workspace that the two-phase kernels take at least."""
+    b, h, n, d = query.shape
+    return minimum_bytes(b * h, n, key.shape[2], d, direction)
+
+
+def decodes(query: torch.Tensor, key: torch.Tensor, arch: str) -> bool:
+    """Whether a forward has so few query rows that reading keys and values is all it does."""
+    from . import decode
+    from .launch import processors
+
+    b, h, n, d = query.shape
+    return decode.suits(h, key.shape[1], n, key.shape[2], d, b, processors(query.device))
 
 
 def _on(device: torch.device) -> torch.cuda.device:
@@ -139,17 +194,17 @@ _compiled: set[tuple[object, ...]] = set()
 """What this process has compiled (or loaded from Triton's cache), so that only a first call is announced."""
 
 
-def _compiling(direction: str, arch: str, query: torch.Tensor, is_causal: bool) -> AbstractContextManager[None]:
+def _compiling(direction: str, arch: str, query: torch.Tensor, terms: Terms) -> AbstractContextManager[None]:
     """Says on the logger `ffpa_jit` (INFO) that a first call compiles, and afterwards how long it took."""
-    key = direction, arch, query.shape[-1], query.dtype, is_causal
+    key = direction, arch, query.shape[-1], query.dtype, terms.is_causal, terms.banded, terms.kinds
     if key in _compiled or arch == "interpreter":
         return nullcontext()
     _compiled.add(key)
     # What `ffpa_jit.warm` compiled goes to where Triton looks.
-    bundle.serve(arch, query.shape[-1], str(query.dtype).removeprefix("torch."), direction)
-    return _announced(
-        direction, f"head dim {query.shape[-1]}, {query.dtype}, {'causal' if is_causal else 'full'}, {arch}"
-    )
+    bundle.serve(arch, query.shape[-1], str(query.dtype).removeprefix("torch."), direction.removeprefix("varlen "))
+    shape = "causal" if terms.is_causal else "full"
+    extras = "".join(f", {name}" for name in ("window",) * terms.banded + terms.kinds)
+    return _announced(direction, f"head dim {query.shape[-1]}, {query.dtype}, {shape}{extras}, {arch}")
 
 
 @contextmanager

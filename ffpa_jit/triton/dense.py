@@ -4,32 +4,84 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import Any
 
 import torch
 
-from ffpa_jit.settings import workspace_bytes
-from ffpa_jit.triton import rows, score, value
+from ffpa_jit.triton import mask_gradient, mask_tiles, rows, score, value
 from ffpa_jit.triton.configs import score_tiling, uses_tma, value_tiling
 from ffpa_jit.triton.launch import bind, bind_tiles, operand, processors
 from ffpa_jit.triton.schedule import TILE, Block, Shape, backward_blocks, forward_blocks, grid_tiles, tiles
-
-LOG2E = math.log2(math.e)
+from ffpa_jit.triton.terms import UNLIMITED, Terms
 
 EXPONENT_WINDOW = {torch.bfloat16: (64, 32), torch.float16: (0, 15)}
 """dtype -> (SHIFT, HEADROOM) of ``score``: where P sits in the exponent range, and how far a score may exceed it."""
 
-Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+FULL, CAUSAL, BAND = 0, 1, 2
+"""SHAPE of ``geometry``."""
+
+Gradients = tuple[torch.Tensor | None, ...]
 
 
-def _shape(query: torch.Tensor, key: torch.Tensor, is_causal: bool) -> Shape:
-    b, h, n, d = query.shape
-    return Shape(b * h, h // key.shape[1], n, key.shape[2], d, is_causal)
+class _Call:
+    """What both directions of a call share: sizes, options, and what the attention mask leaves of each tile."""
+
+    def __init__(self, q: torch.Tensor, k: torch.Tensor, terms: Terms, arch: str) -> None:
+        b, h, n, d = q.shape
+        self.terms, self.batch, self.heads_q, self.heads_kv = terms, b, h, k.shape[1]
+        self.s = shape_of(q, k, terms)
+        self.ptx, self.tma = arch.startswith("sm_"), uses_tma(arch)
+        self.mods, bits = terms.modifiers
+        visible = BAND if self.s.banded else CAUSAL if terms.is_causal else FULL
+        self.left, self.right = min(terms.left, UNLIMITED), min(terms.right, UNLIMITED)
+        self.shape = {"SHAPE": visible, "MODS": bits, "TILE": TILE}
+        self.common = {"D": d, "TMA": self.tma, **self.shape}
+        self.skips = None if terms.attn_mask is None else self._skips(terms.attn_mask, q.device)
+
+    def _skips(self, mask: torch.Tensor, device: torch.device) -> tuple[Any, ...]:
+        """``mask_tiles``' tables, and how a batch, a head and a tile find their line in them."""
+        s, strides = self.s, self.terms.mask_strides
+        batches = mask.shape[0] if strides[0] else 1
+        heads = mask.shape[1] if strides[1] else 1
+        m_total, n_tiles = tiles(s.len_q), tiles(s.len_kv)
+        m_tiles = m_total if strides[2] else 1
+        lines = batches * heads
+        state = torch.empty(lines * m_tiles * n_tiles, device=device, dtype=torch.int8)
+        row_spans = torch.empty((lines, m_tiles, 2), device=device, dtype=torch.int32)
+        key_spans = torch.empty((lines, n_tiles, 2), device=device, dtype=torch.int32)
+        constants = {"MODS": self.shape["MODS"], "num_warps": 4}
+        mask_tiles.classify[(state.numel(),)](
+            state, self.mods, s.len_q, s.len_kv, heads, m_tiles, n_tiles, TILE=TILE, **constants
+        )
+        mask_tiles.find_spans[(lines * (m_tiles + n_tiles),)](
+            state, row_spans, key_spans, m_tiles, n_tiles, lines * m_tiles, m_total, CHUNK=256, **constants
+        )
+        if heads > 1 and s.group > 1:
+            grouped = key_spans.view(batches, self.heads_kv, s.group, n_tiles, 2)
+            low, end = grouped[..., 0].amin(2, keepdim=True), grouped[..., 1].amax(2, keepdim=True)
+            key_spans = torch.stack((low, end), -1).expand_as(grouped).contiguous()
+        mask_b, mask_h = (heads if batches > 1 else 0), int(heads > 1)
+        return state, row_spans, key_spans, mask_b, mask_h, m_tiles, n_tiles
+
+    def place(self, x: Block) -> tuple[int, ...]:
+        """Where a block is, as kernels take it."""
+        return x.offset, self.left, self.right, x.width
+
+
+def shape_of(q: torch.Tensor, k: torch.Tensor, terms: Terms) -> Shape:
+    """The sizes of a call as ``schedule`` takes them."""
+    b, h, n, d = q.shape
+    left, right = (terms.left, terms.right) if terms.banded else (None, None)
+    return Shape(b * h, h // k.shape[1], n, k.shape[2], d, terms.is_causal and not terms.banded, left, right)
 
 
 def forward(
-    query: torch.Tensor, key: torch.Tensor, value_: torch.Tensor, *, scale: float, is_causal: bool, arch: str
+    query: torch.Tensor, key: torch.Tensor, value_: torch.Tensor, terms: Terms, *, arch: str, cap: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention output [B, Hq, Nq, D] in the query's layout, and LSE [B, Hq, Nq] (float32, natural logarithm)."""
+    """Attention output [B, Hq, Nq, D] in the query's layout, and LSE [B, Hq, Nq] (float32, natural logarithm).
+
+    ``cap``: bytes of workspace. WorkspaceTooSmallError if it does not hold a row of tiles.
+    """
     out = torch.empty_like(query)
     lse = query.new_empty(query.shape[:-1], dtype=torch.float32)
     if out.numel() == 0:
@@ -37,7 +89,7 @@ def forward(
     if key.shape[2] == 0:
         return out.zero_(), lse.fill_(-math.inf)
     target = operand(out)  # an output whose last stride is not 1 is computed densely and copied
-    run = _Forward(operand(query), operand(key), operand(value_), target, lse, scale, is_causal, arch)
+    run = _Forward(operand(query), operand(key), operand(value_), target, lse, terms, arch, cap)
     for block in run.blocks:
         run.score(block)
         run.combine(block)
@@ -47,19 +99,17 @@ def forward(
     return out, lse
 
 
-class _Forward:
+class _Forward(_Call):
     """The operands of one forward call and its launches; the row references are computed on construction."""
 
     def __init__(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
-        scale: float, is_causal: bool, arch: str,
+        terms: Terms, arch: str, cap: int,
     ) -> None:  # fmt: skip
-        s = self.s = _shape(q, k, is_causal)
-        self.heads_q, self.lse, self.scale_log2 = q.shape[1], lse, scale * LOG2E
+        super().__init__(q, k, terms, arch)
+        s, self.lse = self.s, lse
         self.shift, self.headroom = EXPONENT_WINDOW[q.dtype]
-        self.ptx, self.tma = arch.startswith("sm_"), uses_tma(arch)
-        self.common = {"D": s.head_dim, "CAUSAL": is_causal, "TMA": self.tma, "TILE": TILE}
-        self.blocks = forward_blocks(s, workspace_bytes())
+        self.blocks = forward_blocks(s, cap)
 
         most = max(x.slots * x.heads for x in self.blocks)
         self.p = q.new_empty((most * TILE, TILE))
@@ -67,7 +117,7 @@ class _Forward:
         self.inverse_sum = q.new_empty(max(x.heads * x.m_tiles for x in self.blocks) * TILE, dtype=torch.float32)
         self.reference = q.new_empty(s.heads * tiles(s.len_q) * TILE, dtype=torch.float32)
 
-        t = self.narrow = score_tiling(arch, "forward", s.head_dim)
+        t = self.narrow = score_tiling(arch, "forward", s.head_dim, terms.kind)
         w = self.wide = value_tiling(arch, "forward", s.head_dim)
         self.score_operands = bind(q, TILE, t.block_k, self.tma), bind(k, TILE, t.block_k, self.tma)
         self.p_tile = bind_tiles(self.p, TILE, TILE, self.tma)
@@ -80,64 +130,73 @@ class _Forward:
     def _row_reference(self) -> None:
         s, t, m_tiles = self.s, self.narrow, tiles(self.s.len_q)
         score.row_reference[(s.heads * m_tiles,)](
-            *self.score_operands, self.reference, self.scale_log2, s.len_q, s.len_kv, self.heads_q, s.group, m_tiles,
-            BLOCK_K=t.block_k, SHIFT=self.shift, **self.common, **t.options(),
+            *self.score_operands, self.reference, self.mods, self.skips, self.terms.scale_log2, s.len_q, s.len_kv,
+            self.heads_q, s.group, m_tiles, self.left, self.right, BLOCK_K=t.block_k, SHIFT=self.shift, **self.common, **t.options(),
         )  # fmt: skip
 
     def score(self, x: Block) -> None:
         s, t = self.s, self.narrow
-        programs = grid_tiles(x.m_tiles, x.n_tiles, x.offset, s.causal, t.group_rows)
+        programs = grid_tiles(x.m_tiles, x.n_tiles, x.offset, s.causal, t.group_rows, x.width)
         score.score_forward[(x.heads * programs,)](
-            *self.score_operands, self.p_tile, self.reference, *self.stats, self.scale_log2, s.len_q, s.len_kv,
-            x.row_first, x.col_first, x.head_first, self.heads_q, s.group, x.m_tiles, x.n_tiles, x.slots, programs,
-            x.offset, BLOCK_K=t.block_k, HEADROOM=self.headroom, PTX=self.ptx, GROUP_ROWS=t.group_rows,
-            **self.common, **t.options(),
+            *self.score_operands, self.p_tile, self.reference, *self.stats, self.mods, self.skips,
+            self.terms.scale_log2, s.len_q, s.len_kv, x.row_first, x.col_first, x.head_first, self.heads_q, s.group,
+            x.m_tiles, x.n_tiles, x.slots, programs, *self.place(x), BLOCK_K=t.block_k, HEADROOM=self.headroom,
+            PTX=self.ptx, GROUP_ROWS=t.group_rows, **self.common, **t.options(),
         )  # fmt: skip
 
     def combine(self, x: Block) -> None:
         rows.combine[(x.heads * x.m_tiles,)](
-            self.p, *self.stats, self.inverse_sum, self.lse, self.s.len_q, x.row_first, x.head_first, x.m_tiles,
-            x.n_tiles, x.slots, x.offset, CAUSAL=self.s.causal, CHUNK=16, TILE=TILE, num_warps=4,
+            self.p, *self.stats, self.inverse_sum, self.lse, self.skips, self.terms.keep_scale, self.s.len_q,
+            x.row_first, x.head_first, self.heads_q, x.m_tiles, x.n_tiles, x.slots, *self.place(x), CHUNK=16,
+            num_warps=4, **self.shape,
         )  # fmt: skip
 
     def value(self, x: Block) -> None:
         s, w = self.s, self.wide
         value.value_forward[(x.heads * x.m_tiles * -(-s.head_dim // w.width),)](
-            self.p_rows, *self.value_operands, *self.outputs, self.inverse_sum, s.len_q, s.len_kv,
+            self.p_rows, *self.value_operands, *self.outputs, self.inverse_sum, self.skips, s.len_q, s.len_kv,
             x.row_first, x.col_first, x.head_first, self.heads_q, s.group, x.m_tiles, x.n_tiles, x.slots, x.heads,
-            x.offset, BLOCK_N=w.block_n, TAIL=w.tail, BLOCK_K=w.block_k, **self.common, **w.options(),
+            *self.place(x), BLOCK_N=w.block_n, TAIL=w.tail, BLOCK_K=w.block_k, **self.common, **w.options(),
         )  # fmt: skip
 
 
 def backward(
     grad_out: torch.Tensor, grad_lse: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor,
-    value_: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, *, scale: float, is_causal: bool,
-    needs: tuple[bool, bool, bool], arch: str,
+    value_: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, terms: Terms, *,
+    needs: tuple[bool, bool, bool, bool], arch: str, cap: int,
 ) -> Gradients:  # fmt: skip
-    """(dQ, dK, dV) in the layouts of their inputs; None where ``needs`` is false."""
-    dq, dk, dv = (torch.empty_like(t) if need else None for t, need in zip((query, key, value_), needs, strict=True))
-    if not any(needs):
-        return None, None, None
+    """(dQ, dK, dV, dMask) in the layouts of their inputs; None where ``needs`` is false.
+
+    A mask gradient and a softcap do not go together: dS as it is stored has the softcap's slope in it.
+    """
+    inputs = query, key, value_, terms.attn_mask
+    grads = tuple(torch.empty_like(t) if n and t is not None else None for t, n in zip(inputs, needs, strict=True))
+    if not any(grad is not None for grad in grads):
+        return grads
     if query.numel() == 0 or key.numel() == 0:
-        for grad in (dq, dk, dv):
+        for grad in grads:
             if grad is not None:
                 grad.zero_()
-        return dq, dk, dv
+        return grads
     run = _Backward(
-        operand(grad_out), grad_lse, operand(query), operand(key), operand(value_), operand(out), lse,
-        (dq, dk, dv), scale, is_causal, arch,
+        operand(grad_out), grad_lse, operand(query), operand(key), operand(value_), operand(out), lse, grads, terms,
+        arch, cap,
     )  # fmt: skip
     for block in run.blocks:
         run.score(block)
-        if run.need_ds and block.all_keys:
+        if run.need_ds and block.all_keys and not terms.softcap:
             run.refine(block)
+        if block.dq and run.mask_sum is not None:
+            run.mask(block)
         run.value(block)
         if block.partial and block.last:
             run.reduce(block)
-    for grad, target in zip((dq, dk, dv), run.targets, strict=True):
+    for grad, target in zip(grads, run.targets, strict=False):
         if grad is not None and target is not None and grad is not target:
             grad.copy_(target)
-    return dq, dk, dv
+    if grads[3] is not None:
+        run.finish_mask(grads[3])
+    return grads
 
 
 def _grad_scale(grad_out: torch.Tensor, value_: torch.Tensor, grad_lse: torch.Tensor | None) -> torch.Tensor:
@@ -159,28 +218,26 @@ def _grad_scale(grad_out: torch.Tensor, value_: torch.Tensor, grad_lse: torch.Te
     return torch.exp2(torch.floor(15.0 - torch.log2(bound.clamp(2.0**-60, 2.0**60))))
 
 
-class _Backward:
+class _Backward(_Call):
     """The operands of one backward call and its launches; delta is computed on construction."""
 
     def __init__(
         self, do: torch.Tensor, grad_lse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-        out: torch.Tensor, lse: torch.Tensor, grads: Gradients, scale: float, is_causal: bool, arch: str,
+        out: torch.Tensor, lse: torch.Tensor, grads: Gradients, terms: Terms, arch: str, cap: int,
     ) -> None:  # fmt: skip
-        s = self.s = _shape(q, k, is_causal)
-        self.heads_q, self.heads_kv, self.device, self.scale = q.shape[1], k.shape[1], q.device, scale
-        self.ptx, tma = arch.startswith("sm_"), uses_tma(arch)
-        self.tma, self.scaled = tma, q.dtype == torch.float16
-        self.common = {"D": s.head_dim, "CAUSAL": s.causal, "TMA": tma, "TILE": TILE}
-        self.need_dq, self.need_dk, self.need_dv = (g is not None for g in grads)
-        self.need_ds = self.need_dq or self.need_dk
+        super().__init__(q, k, terms, arch)
+        s, tma = self.s, self.tma
+        self.device, self.scale, self.scaled = q.device, terms.scale, q.dtype == torch.float16
+        self.need_dq, self.need_dk, self.need_dv, need_mask = (g is not None for g in grads)
+        self.need_ds = self.need_dq or self.need_dk or need_mask
         # Gradients whose last stride is not 1 are computed densely and copied.
-        self.targets = tuple(None if g is None else operand(g) for g in grads)
+        self.targets = tuple(None if g is None else operand(g) for g in grads[:3])
 
-        t = self.narrow = score_tiling(arch, "backward", s.head_dim)
+        t = self.narrow = score_tiling(arch, "backward", s.head_dim, terms.kind)
         w = self.wide = value_tiling(arch, "backward", s.head_dim)
         self.d_tiles = -(-s.head_dim // w.width)
         self.blocks = backward_blocks(
-            s, workspace_bytes(), matrices=1 + self.need_ds, dq=self.need_dq, dkv=self.need_dk or self.need_dv,
+            s, cap, matrices=1 + self.need_ds, dq=self.need_dq or need_mask, dkv=self.need_dk or self.need_dv,
             d_tiles=self.d_tiles, processors=processors(q.device),
         )  # fmt: skip
         most = max(x.slots * x.heads for x in self.blocks)
@@ -188,6 +245,7 @@ class _Backward:
         self.p, self.ds = q.new_empty((most * TILE, TILE)), q.new_empty((most_ds * TILE, TILE))
         self.row_sums = q.new_empty((2, most_ds * TILE), dtype=torch.float32).unbind()
         self.sums = self._sums()
+        self.mask_sum = self._mask_sum(grads[3])
         self.grad_lse = None if grad_lse is None else grad_lse.float().contiguous()
         self.grad_scale = _grad_scale(do, v, self.grad_lse) if self.scaled else None
         self.lse2, self.delta = self._row_terms(do, out, lse)
@@ -210,6 +268,20 @@ class _Backward:
             return None
         return torch.empty(2 * max(sizes) * TILE * self.s.head_dim, device=self.device, dtype=torch.float32)
 
+    def _mask_sum(self, grad: torch.Tensor | None) -> torch.Tensor | None:
+        """Where the mask's gradient adds up: of its shape, or a line for each head if it broadcasts over a side."""
+        if grad is None:
+            return None
+        s = self.s
+        batches, heads, len_q, len_kv = grad.shape
+        if len_q == s.len_q and len_kv == s.len_kv:
+            shape = (batches, heads, tiles(len_q) * TILE, tiles(len_kv) * TILE)
+            if self.shape["SHAPE"] == FULL:  # every tile is written
+                return torch.empty(shape, device=self.device, dtype=torch.float32)
+        else:
+            shape = (self.batch, self.heads_q, 1, s.len_kv) if len_q == 1 else (self.batch, self.heads_q, s.len_q, 1)
+        return torch.zeros(shape, device=self.device, dtype=torch.float32)
+
     def _row_terms(self, do: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> list[torch.Tensor]:
         s, m_tiles = self.s, tiles(self.s.len_q)
         height, width = 16, 256
@@ -223,30 +295,60 @@ class _Backward:
 
     def score(self, x: Block) -> None:
         s, t = self.s, self.narrow
-        programs = grid_tiles(x.m_tiles, x.n_tiles, x.offset, s.causal, t.group_rows)
+        programs = grid_tiles(x.m_tiles, x.n_tiles, x.offset, s.causal, t.group_rows, x.width)
         score.score_backward[(x.heads * programs,)](
             *self.score_operands, *self.score_outputs, self.lse2, self.delta, *self.row_sums, self.grad_scale,
-            self.scale * LOG2E, s.len_q, s.len_kv, x.row_first, x.col_first, x.head_first, self.heads_q, s.group,
-            x.m_tiles, x.n_tiles, x.slots, programs, x.offset, BLOCK_K=t.block_k, STORE_DS=self.need_ds,
-            SCALED=self.scaled, PTX=self.ptx, GROUP_ROWS=t.group_rows, **self.common, **t.options(),
+            self.mods, self.skips, self.terms.scale_log2, self.terms.keep_scale, s.len_q, s.len_kv, x.row_first,
+            x.col_first, x.head_first, self.heads_q, s.group, x.m_tiles, x.n_tiles, x.slots, programs,
+            *self.place(x), BLOCK_K=t.block_k, STORE_DS=self.need_ds, SCALED=self.scaled, PTX=self.ptx,
+            GROUP_ROWS=t.group_rows, **self.common, **t.options(),
         )  # fmt: skip
 
     def refine(self, x: Block) -> None:
         s = self.s
         rows.refine[(x.heads * x.m_tiles,)](
-            self.p, self.ds, *self.row_sums, self.delta, self.grad_lse, self.grad_scale, s.len_q, x.row_first,
-            x.head_first, s.group, x.m_tiles, x.n_tiles, x.slots, x.offset, CAUSAL=s.causal,
-            HAS_GRAD_LSE=self.grad_lse is not None, SCALED=self.scaled, CHUNK=16, TILE=TILE, num_warps=4,
+            self.p, self.ds, *self.row_sums, self.delta, self.grad_lse, self.grad_scale, self.skips,
+            self.terms.keep_scale, s.len_q, x.row_first, x.head_first, self.heads_q, s.group, x.m_tiles, x.n_tiles,
+            x.slots, *self.place(x), HAS_GRAD_LSE=self.grad_lse is not None, SCALED=self.scaled, CHUNK=16,
+            num_warps=4, **self.shape,
         )  # fmt: skip
 
+    def mask(self, x: Block) -> None:
+        """Add a block's dS to the mask's gradient."""
+        s = self.s
+        assert self.mask_sum is not None
+        batches, heads, len_q, len_kv = self.mask_sum.shape
+        by_tile = len_q > 1 and len_kv > 1
+        arguments = (
+            self.ds, self.mask_sum, self.grad_scale, self.skips, s.len_q, s.len_kv, x.row_first, x.col_first,
+            x.head_first, self.heads_q, s.group, x.m_tiles, x.n_tiles, x.slots, x.heads, *self.place(x),
+        )  # fmt: skip
+        constants = {"SCALED": self.scaled, **self.shape}
+        if by_tile:
+            height = 32
+            grid = (batches * heads * x.m_tiles * (TILE // height) * x.n_tiles,)
+            mask_gradient.mask_gradient[grid](*arguments, batches, heads, ROWS=height, num_warps=4, **constants)
+        else:
+            over_rows = len_q == 1
+            grid = (x.heads * (x.n_tiles if over_rows else x.m_tiles),)
+            mask_gradient.mask_line_gradient[grid](*arguments, OVER_ROWS=over_rows, num_warps=8, **constants)
+
+    def finish_mask(self, grad: torch.Tensor) -> None:
+        assert self.mask_sum is not None
+        total = self.mask_sum
+        if total.shape[2] > 1 and total.shape[3] > 1:
+            total = total[:, :, : self.s.len_q, : self.s.len_kv]
+        grad.copy_(total.sum_to_size(grad.shape))
+
     def value(self, x: Block) -> None:
+        need_dq = x.dq and self.need_dq
         need_dk, need_dv = x.dkv and self.need_dk, x.dkv and self.need_dv
         if x.partial and need_dk and need_dv:
             # With float32 stores Triton 3.6 does not overlay the shared memory of three GEMMs, of two it does.
-            self._value(x, x.dq, True, False)
+            self._value(x, need_dq, True, False)
             self._value(x, False, False, True)
-        else:
-            self._value(x, x.dq, need_dk, need_dv)
+        elif need_dq or need_dk or need_dv:
+            self._value(x, need_dq, need_dk, need_dv)
 
     def _value(self, x: Block, need_dq: bool, need_dk: bool, need_dv: bool) -> None:
         s, w = self.s, self.wide
@@ -255,8 +357,9 @@ class _Backward:
         queries_first = x.n_tiles * x.splits > x.heads_per_group * x.m_tiles  # longest contractions first
         value.value_backward[(query_programs + key_programs * (need_dk + need_dv),)](
             *self.value_tiles, *self.value_operands, *self.value_outputs, self.sums, x.key_tiles * TILE,
-            self.grad_scale, self.scale, s.len_q, s.len_kv, x.row_first, x.col_first, x.head_first, self.heads_q,
-            s.group, x.m_tiles, x.n_tiles, x.slots, x.heads, x.offset, query_programs, key_programs,
+            self.grad_scale, self.scale, self.skips, s.len_q, s.len_kv, x.row_first,
+            x.col_first, x.head_first, self.heads_q, s.group, x.m_tiles, x.n_tiles, x.slots, x.heads,
+            *self.place(x), query_programs, key_programs,
             x.heads_per_group, x.splits, int(queries_first), int(x.previous), BLOCK_N=w.block_n, TAIL=w.tail,
             BLOCK_K=w.block_k, NEED_DQ=need_dq, NEED_DK=need_dk, NEED_DV=need_dv, PARTIAL=x.partial,
             SCALED=self.scaled, **self.common, **w.options(),

@@ -1,65 +1,93 @@
 """Device side of the tile arithmetic: which program computes a tile, and which slot of the workspace holds it.
 
 One launch handles a *block*: some heads, the query rows ``[row_first, row_first + rows)`` and the keys
-``[col_first, col_first + cols)``, cut into ``TILE x TILE`` tiles. In block coordinates a causal row ``r`` sees the
-columns ``c <= r + offset``. A block always starts at the first row tile that sees a key, so ``offset > -TILE``.
+``[col_first, col_first + cols)``, cut into ``TILE x TILE`` tiles. In block coordinates row ``r`` stands at column
+``r + offset``, and ``SHAPE`` says what it sees::
 
-Only visible tiles are stored. Row tile ``m`` of ``n_tiles`` columns sees ``min(n_tiles, m + first)`` tiles, where
-``first`` is what row tile 0 sees; slots are numbered row by row without gaps. ``schedule`` counts the same tiles and
-slots on the host: a jitted function cannot be called from Python.
+    FULL      every column
+    CAUSAL    c <= r + offset
+    BAND      r + offset - left <= c <= r + offset + right
+
+A causal block always starts at the first row tile that sees a key, so there ``offset > -TILE``.
+
+Only visible tiles are stored. Slots are numbered row by row: under a causal mask without gaps, in a band ``width`` to a
+row tile. ``schedule`` counts the same tiles and slots on the host: a jitted function cannot be called from Python.
+
+An attention mask may leave less of a row than its shape does. ``spans`` then holds, for every line of mask tiles, the
+range of tiles with anything visible (see ``mask_tiles``); outside of it nothing is stored or read.
 """
 
 import triton
 import triton.language as tl
 
-
-@triton.jit
-def visible_tiles_of(m_tile, n_tiles, offset, CAUSAL: tl.constexpr, TILE: tl.constexpr):
-    """How many key tiles a row tile sees."""
-    visible = n_tiles
-    if CAUSAL:
-        visible = min(n_tiles, m_tile + (TILE - 1 + offset) // TILE + 1)
-    return visible
+FULL = tl.constexpr(0)
+CAUSAL = tl.constexpr(1)
+BAND = tl.constexpr(2)
 
 
 @triton.jit
-def first_row_tile_of(n_tile, offset, CAUSAL: tl.constexpr, TILE: tl.constexpr):
-    """The first row tile that sees a key tile."""
+def row_span(m_tile, block, SHAPE: tl.constexpr, TILE: tl.constexpr):
+    """The key tiles ``[low, end)`` that a row tile sees."""
+    m_tiles, n_tiles, offset, left, right, width = block
+    low = m_tile * 0
+    end = m_tile * 0 + n_tiles
+    if SHAPE == CAUSAL:
+        end = min(n_tiles, m_tile + (TILE - 1 + offset) // TILE + 1)
+    if SHAPE == BAND:
+        low = max(m_tile * TILE + offset - left, 0) // TILE
+        end = min(n_tiles, max(m_tile * TILE + 2 * TILE - 1 + offset + right, 0) // TILE)
+    return low, end
+
+
+@triton.jit
+def key_span(n_tile, block, SHAPE: tl.constexpr, TILE: tl.constexpr):
+    """The row tiles ``[first, end)`` that see a key tile."""
+    m_tiles, n_tiles, offset, left, right, width = block
     first = n_tile * 0
-    if CAUSAL:
+    end = n_tile * 0 + m_tiles
+    if SHAPE == CAUSAL:
         first = max(n_tile - (TILE - 1 + offset) // TILE, 0)
-    return first
+    if SHAPE == BAND:
+        first = max(n_tile * TILE - offset - right, 0) // TILE
+        # ``left`` may be as large as an int32 allows to add one tile to.
+        end = min(m_tiles, max(n_tile * TILE - offset + 2 * TILE - 1 + left, 0) // TILE)
+    return first, end
 
 
 @triton.jit
-def slot_of(m_tile, n_tile, n_tiles, offset, CAUSAL: tl.constexpr, TILE: tl.constexpr):
+def slot_of(m_tile, n_tile, block, SHAPE: tl.constexpr, TILE: tl.constexpr):
     """Workspace slot of a visible tile, counted from the head's first slot."""
+    m_tiles, n_tiles, offset, left, right, width = block
     slot = m_tile * n_tiles + n_tile
-    if CAUSAL:
+    if SHAPE == CAUSAL:
         first = (TILE - 1 + offset) // TILE + 1
         ramp = min(m_tile, max(n_tiles - first, 0))
         slot = ramp * first + ramp * (ramp - 1) // 2 + (m_tile - ramp) * n_tiles + n_tile
+    if SHAPE == BAND:
+        low, _ = row_span(m_tile, block, SHAPE, TILE)
+        slot = m_tile * width + n_tile - low
     return slot
 
 
 @triton.jit
-def tile_of(t, m_tiles, n_tiles, offset, CAUSAL: tl.constexpr, TILE: tl.constexpr, GROUP_ROWS: tl.constexpr):
+def tile_of(t, block, SHAPE: tl.constexpr, TILE: tl.constexpr, GROUP_ROWS: tl.constexpr):
     """The (row tile, key tile) of a score program; a row tile of -1 means there is none.
 
     Row tiles are taken ``GROUP_ROWS`` at a time and walk the columns together, so that their keys come from L2. Under
     a causal mask the groups grow by ``GROUP_ROWS`` columns each until they span all columns, so a program finds its
     group by inverting a quadratic; float32 is off by at most one there, which the two comparisons repair.
     """
-    if CAUSAL:
-        width = GROUP_ROWS + (TILE - 1 + offset) // TILE
-        ramp = max((n_tiles - width + GROUP_ROWS - 1) // GROUP_ROWS, 0)
-        ramp_tiles = GROUP_ROWS * (ramp * width + GROUP_ROWS * (ramp * (ramp - 1) // 2))
+    m_tiles, n_tiles, offset, left, right, width = block
+    if SHAPE == CAUSAL:
+        span = GROUP_ROWS + (TILE - 1 + offset) // TILE
+        ramp = max((n_tiles - span + GROUP_ROWS - 1) // GROUP_ROWS, 0)
+        ramp_tiles = GROUP_ROWS * (ramp * span + GROUP_ROWS * (ramp * (ramp - 1) // 2))
         if t < ramp_tiles:
-            half = width - GROUP_ROWS * 0.5
+            half = span - GROUP_ROWS * 0.5
             g = ((tl.sqrt(half * half + 2.0 * t) - half) / GROUP_ROWS).to(tl.int32)
-            g = tl.where(GROUP_ROWS * (g * width + GROUP_ROWS * (g * (g - 1) // 2)) > t, g - 1, g)
-            g = tl.where(GROUP_ROWS * ((g + 1) * width + GROUP_ROWS * (g * (g + 1) // 2)) <= t, g + 1, g)
-            rest = t - GROUP_ROWS * (g * width + GROUP_ROWS * (g * (g - 1) // 2))
+            g = tl.where(GROUP_ROWS * (g * span + GROUP_ROWS * (g * (g - 1) // 2)) > t, g - 1, g)
+            g = tl.where(GROUP_ROWS * ((g + 1) * span + GROUP_ROWS * (g * (g + 1) // 2)) <= t, g + 1, g)
+            rest = t - GROUP_ROWS * (g * span + GROUP_ROWS * (g * (g - 1) // 2))
         else:
             g = ramp + (t - ramp_tiles) // (GROUP_ROWS * n_tiles)
             rest = (t - ramp_tiles) % (GROUP_ROWS * n_tiles)
@@ -67,6 +95,11 @@ def tile_of(t, m_tiles, n_tiles, offset, CAUSAL: tl.constexpr, TILE: tl.constexp
         n_tile = rest // GROUP_ROWS
         seen = min(n_tiles, m_tile + (TILE - 1 + offset) // TILE + 1)
         m_tile = tl.where((m_tile < m_tiles) & (n_tile < seen), m_tile, -1)
+    elif SHAPE == BAND:
+        m_tile = t // width
+        low, end = row_span(m_tile, block, SHAPE, TILE)
+        n_tile = low + t % width
+        m_tile = tl.where(n_tile < end, m_tile, -1)
     else:
         g = t // (GROUP_ROWS * n_tiles)
         rest = t % (GROUP_ROWS * n_tiles)
@@ -74,3 +107,10 @@ def tile_of(t, m_tiles, n_tiles, offset, CAUSAL: tl.constexpr, TILE: tl.constexp
         m_tile = g * GROUP_ROWS + rest % here
         n_tile = rest // here
     return m_tile, n_tile
+
+
+@triton.jit
+def narrowed(low, end, spans, line, first):
+    """``[low, end)`` cut to what ``spans[line]`` says is live; ``first`` is where the block's tiles begin."""
+    live = spans + line.to(tl.int64) * 2
+    return max(low, tl.load(live) - first), min(end, tl.load(live + 1) - first)

@@ -190,6 +190,7 @@ def _call(
     sample: Sample, arch: str, head_dim: int, dtype: torch.dtype, is_causal: bool, forward: bool, backward: bool
 ) -> None:
     from ffpa_jit.triton import dense
+    from ffpa_jit.triton.terms import Terms
 
     def tensor(heads: int) -> torch.Tensor:
         outer = (sample.length, heads) if sample.transposed else (heads, sample.length)
@@ -197,16 +198,18 @@ def _call(
         return x.transpose(1, 2) if sample.transposed else x
 
     q, k, v = tensor(sample.heads), tensor(sample.heads_kv), tensor(sample.heads_kv)
-    common = {"scale": head_dim**-0.5, "is_causal": is_causal, "arch": arch}
-    with _replaced(dense, processors=lambda device: sample.processors, workspace_bytes=lambda: sample.workspace):
+    terms = Terms(head_dim**-0.5, is_causal)
+    common = {"arch": arch, "cap": sample.workspace}
+    with _replaced(dense, processors=lambda device: sample.processors):
         if forward and sample.workspace == WHOLE.workspace:
-            dense.forward(q, k, v, **common)
+            dense.forward(q, k, v, terms, **common)
         if backward:
             lse = torch.empty(q.shape[:-1], dtype=torch.float32, device="meta")
             grad_lse = torch.empty_like(lse) if sample.grad_lse else None
             dense.backward(
-                torch.empty_like(q), grad_lse, q, k, v, torch.empty_like(q), lse, needs=(True, True, True), **common
-            )
+                torch.empty_like(q), grad_lse, q, k, v, torch.empty_like(q), lse, terms,
+                needs=(True, True, True, False), **common,
+            )  # fmt: skip
 
 
 @contextmanager

@@ -3,30 +3,46 @@
 import triton
 import triton.language as tl
 
-from .geometry import slot_of, visible_tiles_of
+from .epilogue import DROPOUT, MASK, finish_lse, lse_to_log2
+from .geometry import narrowed, row_span, slot_of
+from .mask_tiles import row_line
 from .operands import load_2d, store_2d
 
-LN2 = tl.constexpr(0.6931471805599453)
-LOG2E = tl.constexpr(1.4426950408889634)
+
+@triton.jit
+def _tiles(z, m_tile, place, block, skips, SHAPE: tl.constexpr, MODS: tl.constexpr, TILE: tl.constexpr):
+    """The slots of a row tile's live tiles: the first one, and how many."""
+    row_first, head_first, heads_q, slots = place
+    low, end = row_span(m_tile, block, SHAPE, TILE)
+    if MASK & MODS:
+        head = head_first + z
+        line = row_line(skips, head // heads_q, head % heads_q, row_first // TILE + m_tile, MODS)
+        low, end = narrowed(low, end, skips[1], line, 0)  # rows are whole: a block has all their keys
+    return z * slots + slot_of(m_tile, low, block, SHAPE, TILE), max(end - low, 0)
 
 
-@triton.jit(do_not_specialize=["len_q", "row_first", "head_first", "m_tiles", "n_tiles", "slots", "offset"])
+_COUNTS = ["skips", "len_q", "row_first", "head_first", "heads_q", "group", "m_tiles", "n_tiles", "slots", "offset",
+           "left", "right", "width"]  # fmt: skip
+
+
+@triton.jit(do_not_specialize=[name for name in _COUNTS if name != "group"])
 def combine(
-    p_ptr, tile_reference_ptr, tile_sum_ptr, tile_mass_ptr, inverse_sum_ptr, lse_ptr,
-    len_q, row_first, head_first, m_tiles, n_tiles, slots, offset,
-    CAUSAL: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr,
+    p_ptr, tile_reference_ptr, tile_sum_ptr, tile_mass_ptr, inverse_sum_ptr, lse_ptr, skips, keep_scale,
+    len_q, row_first, head_first, heads_q, m_tiles, n_tiles, slots, offset, left, right, width,
+    SHAPE: tl.constexpr, MODS: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """One reference, one sum and the LSE per row; tiles stored against another reference are brought to it.
 
-    Writes ``1 / sum of stored P`` [heads, m_tiles * TILE] and ``lse`` [B * Hq, len_q] (natural log). A row's reference
-    is the largest of its tiles', so every factor is a power of two in [0, 1] and scaling a tile cannot overflow.
+    Writes ``keep_scale / sum of rounded P`` [heads, m_tiles * TILE] and ``lse`` [B * Hq, len_q] (natural log). A row's
+    reference is the largest of its tiles', so every factor is a power of two in [0, 1]: scaling a tile cannot overflow.
     """
     pid = tl.program_id(0)
     z = pid // m_tiles
     m_tile = pid % m_tiles
     lanes = tl.arange(0, TILE)
-    start = z * slots + slot_of(m_tile, 0, n_tiles, offset, CAUSAL, TILE)
-    tiles = visible_tiles_of(m_tile, n_tiles, offset, CAUSAL, TILE)
+    place = (row_first, head_first, heads_q, slots)
+    block = (m_tiles, n_tiles, offset, left, right, width)
+    start, tiles = _tiles(z, m_tile, place, block, skips, SHAPE, MODS, TILE)
 
     highest = tl.full([TILE], float("-inf"), tl.float32)
     lowest = tl.full([TILE], float("inf"), tl.float32)
@@ -52,10 +68,9 @@ def combine(
         mass += tl.sum(tl.where(part != 0.0, tl.load(tile_mass_ptr + at, mask=there, other=0.0) * factor, 0.0), 0)
 
     empty = total == 0.0
-    tl.store(inverse_sum_ptr + pid * TILE + lanes, tl.where(empty, 0.0, 1.0 / mass))
+    tl.store(inverse_sum_ptr + pid * TILE + lanes, tl.where(empty, 0.0, keep_scale / mass))
     row = row_first + m_tile * TILE + lanes
-    lse = tl.where(empty, float("-inf"), (highest + tl.log2(total)) * LN2)
-    tl.store(lse_ptr + (head_first + z).to(tl.int64) * len_q + row, lse, mask=row < len_q)
+    tl.store(lse_ptr + (head_first + z).to(tl.int64) * len_q + row, finish_lse(highest, total), mask=row < len_q)
 
     if tl.max((highest > lowest).to(tl.int32), 0) > 0:
         for t in tl.range(0, tiles):
@@ -67,23 +82,27 @@ def combine(
                 tl.store(p, (tl.load(p).to(tl.float32) * factor[:, None]).to(p_ptr.dtype.element_ty))
 
 
-@triton.jit(do_not_specialize=["len_q", "row_first", "head_first", "group", "m_tiles", "n_tiles", "slots", "offset"])
+@triton.jit(do_not_specialize=_COUNTS)
 def refine(
-    p_ptr, ds_ptr, row_sum_ptr, row_size_ptr, delta_ptr, grad_lse_ptr, grad_scale_ptr,
-    len_q, row_first, head_first, group, m_tiles, n_tiles, slots, offset,
-    CAUSAL: tl.constexpr, HAS_GRAD_LSE: tl.constexpr, SCALED: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr,
+    p_ptr, ds_ptr, row_sum_ptr, row_size_ptr, delta_ptr, grad_lse_ptr, grad_scale_ptr, skips, keep_scale,
+    len_q, row_first, head_first, heads_q, group, m_tiles, n_tiles, slots, offset, left, right, width,
+    SHAPE: tl.constexpr, MODS: tl.constexpr, HAS_GRAD_LSE: tl.constexpr, SCALED: tl.constexpr, CHUNK: tl.constexpr,
+    TILE: tl.constexpr,
 ):  # fmt: skip
     """Take the error of ``delta`` out of dS where it is not small against dS itself; corrects ``delta`` as well.
 
     A row of exact dS sums to ``dlse`` (``P`` sums to one), so the excess of the computed sum is the error of delta:
     ``dS -= P * excess``. Rows whose excess is below 2^-11 of their magnitudes' sum, the usual case, are left alone.
+    With dropout the stored P is ``keep_scale`` as large; where it has left none, ``dS`` is ``-P * delta`` and is scaled
+    with delta. (Not for a softcap, whose slope is in dS and unknown here.)
     """
     pid = tl.program_id(0)
     z = pid // m_tiles
     m_tile = pid % m_tiles
     lanes = tl.arange(0, TILE)
-    start = z * slots + slot_of(m_tile, 0, n_tiles, offset, CAUSAL, TILE)
-    tiles = visible_tiles_of(m_tile, n_tiles, offset, CAUSAL, TILE)
+    place = (row_first, head_first, heads_q, slots)
+    block = (m_tiles, n_tiles, offset, left, right, width)
+    start, tiles = _tiles(z, m_tile, place, block, skips, SHAPE, MODS, TILE)
     excess = tl.zeros([TILE], tl.float32)
     size = tl.zeros([TILE], tl.float32)
     for t in tl.range(0, tiles, CHUNK):
@@ -102,11 +121,17 @@ def refine(
     excess = tl.where(tl.abs(excess) > size * 0.00048828125, excess, 0.0)
     if tl.max((excess != 0.0).to(tl.int32), 0) > 0:
         to = delta_ptr + head * tl.cdiv(len_q, TILE) * TILE + row
-        tl.store(to, tl.load(to) + excess / scale)
+        delta = tl.load(to)
+        tl.store(to, delta + excess / scale)
         for t in tl.range(0, tiles):
             at = ((start + t) * TILE + lanes)[:, None].to(tl.int64) * TILE + lanes[None, :]
-            ds = tl.load(ds_ptr + at).to(tl.float32) - tl.load(p_ptr + at).to(tl.float32) * excess[:, None]
-            tl.store(ds_ptr + at, ds.to(ds_ptr.dtype.element_ty))
+            ds = tl.load(ds_ptr + at).to(tl.float32)
+            p = tl.load(p_ptr + at).to(tl.float32)
+            corrected = ds - p * (excess / keep_scale)[:, None]
+            if DROPOUT & MODS:
+                growth = tl.where(delta == 0.0, 0.0, excess / (scale * delta))
+                corrected = tl.where(p == 0.0, ds * (1.0 + growth[:, None]), corrected)
+            tl.store(ds_ptr + at, corrected.to(ds_ptr.dtype.element_ty))
 
 
 @triton.jit(do_not_specialize=["len_q", "heads_q", "m_tiles"])
@@ -132,7 +157,7 @@ def row_terms(
     rows = row + tl.arange(0, ROWS)
     inside = rows < len_q
     lse = tl.load(lse_ptr + head.to(tl.int64) * len_q + rows, mask=inside, other=float("inf"))
-    lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
+    lse = lse_to_log2(lse)
     if HAS_GRAD_LSE:
         acc -= tl.load(grad_lse_ptr + head.to(tl.int64) * len_q + rows, mask=inside, other=0.0)
     to = head.to(tl.int64) * m_tiles * TILE + rows

@@ -38,8 +38,10 @@ def first_visible(offset: int, n_tiles: int, causal: bool) -> int:
     return (TILE - 1 + offset) // TILE + 1 if causal else n_tiles
 
 
-def slot_count(m_tiles: int, n_tiles: int, offset: int, causal: bool) -> int:
-    """Workspace tiles of one head."""
+def slot_count(m_tiles: int, n_tiles: int, offset: int, causal: bool, width: int = 0) -> int:
+    """Workspace tiles of one head; ``width``: of a row tile in a band."""
+    if width:
+        return m_tiles * width
     if not causal:
         return m_tiles * n_tiles
     first = first_visible(offset, n_tiles, causal)
@@ -47,8 +49,10 @@ def slot_count(m_tiles: int, n_tiles: int, offset: int, causal: bool) -> int:
     return ramp * first + ramp * (ramp - 1) // 2 + (m_tiles - ramp) * n_tiles
 
 
-def grid_tiles(m_tiles: int, n_tiles: int, offset: int, causal: bool, group_rows: int) -> int:
+def grid_tiles(m_tiles: int, n_tiles: int, offset: int, causal: bool, group_rows: int, width: int = 0) -> int:
     """Programs per head of a score kernel (a few of them find no tile and return); ``group_rows``: see ``tile_of``."""
+    if width:
+        return m_tiles * width
     if not causal:
         return m_tiles * n_tiles
     groups = -(-m_tiles // group_rows)
@@ -60,7 +64,11 @@ def grid_tiles(m_tiles: int, n_tiles: int, offset: int, causal: bool, group_rows
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of one call. ``heads`` counts batch x query heads; ``group`` query heads share a key head."""
+    """The sizes of one call. ``heads`` counts batch x query heads; ``group`` query heads share a key head.
+
+    ``causal``: rows see what is not behind their diagonal. ``left``, ``right``: given for a band around the diagonal,
+    how many keys it has on either side; ``causal`` is False then.
+    """
 
     heads: int
     group: int
@@ -68,10 +76,22 @@ class Shape:
     len_kv: int
     head_dim: int
     causal: bool
+    left: int | None = None
+    right: int | None = None
 
     @property
     def offset(self) -> int:
         return self.len_kv - self.len_q
+
+    @property
+    def banded(self) -> bool:
+        return self.left is not None and self.right is not None
+
+    def width(self, n_tiles: int) -> int:
+        """The most key tiles, of ``n_tiles``, that a row tile of a band sees; 0 where there is no band."""
+        if self.left is None or self.right is None:
+            return 0
+        return min(n_tiles, -(-(self.left + self.right + TILE - 1) // TILE) + 1)
 
 
 @dataclass(frozen=True)
@@ -86,6 +106,8 @@ class Block:
     n_tiles: int
     offset: int
     slots: int
+    width: int = 0
+    """Of a band: slots of a row tile."""
     heads_per_group: int = 1
     dq: bool = True
     dkv: bool = True
@@ -134,6 +156,12 @@ def _block(s: Shape, head_first: int, heads: int, row_tile: int, m_tiles: int, c
             row_first, m_tiles, offset = row_first + skip * TILE, m_tiles - skip, offset + skip * TILE
         last_row = min(row_first + m_tiles * TILE, s.len_q) - 1
         n_tiles = min(n_tiles, tiles(last_row + 1 + s.offset) - col_tile)
+    if s.left is not None and s.right is not None and n_tiles < tiles(s.len_kv):
+        # Of a key chunk, the rows that see it; at least one, so that somebody writes its gradients.
+        end = min(row_tile + m_tiles, max(col_first + n_tiles * TILE - s.offset + TILE - 1 + s.left, 0) // TILE)
+        start = max(row_tile, min(max(col_first - s.offset - s.right, 0) // TILE, row_tile + m_tiles - 1))
+        row_first, m_tiles = start * TILE, max(end - start, 1)
+        offset = s.offset + row_first - col_first
     return Block(
         head_first,
         heads,
@@ -142,7 +170,8 @@ def _block(s: Shape, head_first: int, heads: int, row_tile: int, m_tiles: int, c
         col_first,
         n_tiles,
         offset,
-        slot_count(m_tiles, n_tiles, offset, s.causal),
+        slot_count(m_tiles, n_tiles, offset, s.causal, s.width(n_tiles)),
+        s.width(n_tiles),
     )
 
 
@@ -192,8 +221,9 @@ def forward_blocks(s: Shape, cap: int) -> tuple[Block, ...]:
         cut = _even(s.heads, cap // head_bytes)
         return tuple(_block(s, start, n, 0, m_total, 0, tiles(s.len_kv)) for start, n in cut)
     limit = (cap - m_total * TILE * 4) // slot_bytes
-    if limit < tiles(s.len_kv):
-        raise WorkspaceTooSmallError(tiles(s.len_kv) * slot_bytes, cap)
+    row = s.width(tiles(s.len_kv)) or tiles(s.len_kv)
+    if limit < row:
+        raise WorkspaceTooSmallError(row * slot_bytes, cap)
     return tuple(block for head in range(s.heads) for block in _row_chunks(s, head, limit))
 
 
@@ -286,8 +316,9 @@ def _two_passes(s: Shape, cap: int, slot_bytes: int, dq: bool) -> list[Block]:
     blocks = []
     if dq:
         limit = (cap - width * column) // slot_bytes
-        if limit < n_total:
-            raise WorkspaceTooSmallError(n_total * slot_bytes + width * column, cap)
+        row = s.width(n_total) or n_total
+        if limit < row:
+            raise WorkspaceTooSmallError(row * slot_bytes + width * column, cap)
         blocks += [replace(b, dkv=False) for h in range(s.heads) for b in _row_chunks(s, h, limit)]
     for g in range(s.heads // s.group):
         head_first = g * s.group

@@ -15,11 +15,15 @@ the float32 partial sums are added in a fixed order by ``rows.reduce_partials``.
 import triton
 import triton.language as tl
 
-from .geometry import first_row_tile_of, slot_of, visible_tiles_of
+from .epilogue import MASK
+from .geometry import key_span, narrowed, row_span, slot_of
+from .mask_tiles import key_line, row_line
 from .operands import load_2d, load_tile, store_2d
 
-_COUNTS = ["len_q", "len_kv", "row_first", "col_first", "head_first", "heads_q", "group", "m_tiles", "n_tiles", "slots",
-           "heads", "offset"]  # fmt: skip
+_COUNTS = [
+    "skips", "len_q", "len_kv", "row_first", "col_first", "head_first", "heads_q", "group", "m_tiles", "n_tiles",
+    "slots", "heads", "offset", "left", "right", "width",
+]  # fmt: skip
 
 
 @triton.jit
@@ -51,15 +55,16 @@ def _store(
 
 @triton.jit
 def _row_side(
-    pid, a_tiles, y, y_tail, len_kv, block,
-    D: tl.constexpr, BLOCK_N: tl.constexpr, TAIL: tl.constexpr, BLOCK_K: tl.constexpr, CAUSAL: tl.constexpr,
-    TMA: tl.constexpr, TILE: tl.constexpr,
+    pid, a_tiles, y, y_tail, len_kv, place, block, skips,
+    D: tl.constexpr, BLOCK_N: tl.constexpr, TAIL: tl.constexpr, BLOCK_K: tl.constexpr, SHAPE: tl.constexpr,
+    MODS: tl.constexpr, TMA: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """``A Y`` for the row tile that program ``pid`` owns: O from P and V, or dQ from dS and K.
 
     Returns the accumulators and where they belong: slot of the row tile among the block's, batch, head, row, column.
     """
-    row_first, col_first, head_first, heads_q, group, m_tiles, n_tiles, slots, heads, offset = block
+    row_first, col_first, head_first, heads_q, group, slots, heads = place
+    m_tiles = block[0]
     STEP: tl.constexpr = BLOCK_N + TAIL
     D_TILES: tl.constexpr = (D + STEP - 1) // STEP
     # Longest rows first: under a causal mask the last row tile sees the most keys.
@@ -68,10 +73,13 @@ def _row_side(
     d = (pid % D_TILES) * STEP
     b = (head_first + z) // heads_q
     h = (head_first + z) % heads_q
-    start = z * slots + slot_of(m_tile, 0, n_tiles, offset, CAUSAL, TILE)
-    end = visible_tiles_of(m_tile, n_tiles, offset, CAUSAL, TILE) * TILE
+    low, end = row_span(m_tile, block, SHAPE, TILE)
+    if MASK & MODS:
+        line = row_line(skips, b, h, row_first // TILE + m_tile, MODS)
+        low, end = narrowed(low, end, skips[1], line, col_first // TILE)
+    start = z * slots + slot_of(m_tile, 0, block, SHAPE, TILE)
     acc, tail = _zeros(BLOCK_N, TAIL, TILE)
-    for k in tl.range(0, end, BLOCK_K):
+    for k in tl.range(low * TILE, end * TILE, BLOCK_K):
         a = load_tile(a_tiles, (start + k // TILE) * TILE, k % TILE, TILE, BLOCK_K, TILE, TMA)
         acc, tail = _multiply(acc, tail, a, y, y_tail, b, h // group, col_first + k, len_kv, d,
                               D, BLOCK_N, TAIL, BLOCK_K, TMA)  # fmt: skip
@@ -80,15 +88,16 @@ def _row_side(
 
 @triton.jit(do_not_specialize=_COUNTS)
 def value_forward(
-    p_tiles, v, v_tail, out, out_tail, inverse_sum_ptr, len_q, len_kv,
-    row_first, col_first, head_first, heads_q, group, m_tiles, n_tiles, slots, heads, offset,
-    D: tl.constexpr, BLOCK_N: tl.constexpr, TAIL: tl.constexpr, BLOCK_K: tl.constexpr, CAUSAL: tl.constexpr,
-    TMA: tl.constexpr, TILE: tl.constexpr,
+    p_tiles, v, v_tail, out, out_tail, inverse_sum_ptr, skips, len_q, len_kv,
+    row_first, col_first, head_first, heads_q, group, m_tiles, n_tiles, slots, heads, offset, left, right, width,
+    D: tl.constexpr, BLOCK_N: tl.constexpr, TAIL: tl.constexpr, BLOCK_K: tl.constexpr, SHAPE: tl.constexpr,
+    MODS: tl.constexpr, TMA: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """O of a block: rows ``[row_first, row_first + m_tiles * TILE)`` of ``heads`` heads."""
-    block = (row_first, col_first, head_first, heads_q, group, m_tiles, n_tiles, slots, heads, offset)
-    acc, tail, tile, b, h, row, d = _row_side(tl.program_id(0), p_tiles, v, v_tail, len_kv, block,
-                                              D, BLOCK_N, TAIL, BLOCK_K, CAUSAL, TMA, TILE)  # fmt: skip
+    place = (row_first, col_first, head_first, heads_q, group, slots, heads)
+    block = (m_tiles, n_tiles, offset, left, right, width)
+    acc, tail, tile, b, h, row, d = _row_side(tl.program_id(0), p_tiles, v, v_tail, len_kv, place, block, skips,
+                                              D, BLOCK_N, TAIL, BLOCK_K, SHAPE, MODS, TMA, TILE)  # fmt: skip
     inverse = tl.load(inverse_sum_ptr + tile * TILE + tl.arange(0, TILE))[:, None]
     _store(out, out_tail, acc * inverse, tail * inverse, b, h, row, len_q, d, D, BLOCK_N, TAIL, TMA, TILE)
 
@@ -113,26 +122,27 @@ def _store_sum(sum_ptr, x, d, previous, D: tl.constexpr, COLS: tl.constexpr, TIL
 
 @triton.jit
 def _key_tile(
-    at_tiles, x, x_tail, grad, grad_tail, sum_ptr, scale, len_q, len_kv, place, steps, block, previous,
-    D: tl.constexpr, BLOCK_N: tl.constexpr, TAIL: tl.constexpr, BLOCK_K: tl.constexpr, CAUSAL: tl.constexpr,
+    at_tiles, x, x_tail, grad, grad_tail, sum_ptr, scale, len_q, len_kv, owner, steps, place, block, previous,
+    D: tl.constexpr, BLOCK_N: tl.constexpr, TAIL: tl.constexpr, BLOCK_K: tl.constexpr, SHAPE: tl.constexpr,
     PARTIAL: tl.constexpr, TMA: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """``A^T X`` for one key tile: to its gradient, or unscaled to its float32 partial sum."""
-    row_first, col_first, head_first, heads_q, group, m_tiles, n_tiles, slots, heads, offset = block
-    z, b, h, n_tile, d = place
+    row_first, col_first, head_first, heads_q, group, slots, heads = place
+    z, b, h, n_tile, d = owner
     first, steps_per_head, step, step_end = steps
     acc, tail = _zeros(BLOCK_N, TAIL, TILE)
     for i in tl.range(step, step_end):
         j = i // steps_per_head
         m = first * TILE + (i % steps_per_head) * BLOCK_K
-        slot = (z + j) * slots + slot_of(m // TILE, n_tile, n_tiles, offset, CAUSAL, TILE)
+        slot = (z + j) * slots + slot_of(m // TILE, n_tile, block, SHAPE, TILE)
         a = load_tile(at_tiles, slot * TILE + m % TILE, 0, BLOCK_K, TILE, TILE, TMA).T
         acc, tail = _multiply(acc, tail, a, x, x_tail, b, h + j, row_first + m, len_q, d,
                               D, BLOCK_N, TAIL, BLOCK_K, TMA)  # fmt: skip
     if PARTIAL:
-        _store_sum(sum_ptr, acc, d, previous, D, BLOCK_N, TILE)
-        if TAIL > 0:
-            _store_sum(sum_ptr, tail, d + BLOCK_N, previous, D, TAIL, TILE)
+        if (step < step_end) | (previous == 0):
+            _store_sum(sum_ptr, acc, d, previous, D, BLOCK_N, TILE)
+            if TAIL > 0:
+                _store_sum(sum_ptr, tail, d + BLOCK_N, previous, D, TAIL, TILE)
     else:
         _store(grad, grad_tail, acc * scale, tail * scale, b, h // group, col_first + n_tile * TILE, len_kv, d,
                D, BLOCK_N, TAIL, TMA, TILE)  # fmt: skip
@@ -141,13 +151,13 @@ def _key_tile(
 @triton.jit
 def _key_side(
     pid, p_t_tiles, ds_t_tiles, q, q_tail, do, do_tail, dk, dk_tail, dv, dv_tail, sum_ptr, sum_rows, grad_scale_ptr,
-    scale, len_q, len_kv, block, heads_per_group, splits, previous,
-    D: tl.constexpr, BLOCK_N: tl.constexpr, TAIL: tl.constexpr, BLOCK_K: tl.constexpr, CAUSAL: tl.constexpr,
-    NEED_DK: tl.constexpr, NEED_DV: tl.constexpr, PARTIAL: tl.constexpr, SCALED: tl.constexpr, TMA: tl.constexpr,
-    TILE: tl.constexpr,
+    scale, len_q, len_kv, place, block, skips, heads_per_group, splits, previous,
+    D: tl.constexpr, BLOCK_N: tl.constexpr, TAIL: tl.constexpr, BLOCK_K: tl.constexpr, SHAPE: tl.constexpr,
+    MODS: tl.constexpr, NEED_DK: tl.constexpr, NEED_DV: tl.constexpr, PARTIAL: tl.constexpr, SCALED: tl.constexpr,
+    TMA: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """One key tile of dK or of dV, or one split of it: a contraction over every row of every head of the group."""
-    row_first, col_first, head_first, heads_q, group, m_tiles, n_tiles, slots, heads, offset = block
+    row_first, col_first, head_first, heads_q, group, slots, heads = place
     STEP: tl.constexpr = BLOCK_N + TAIL
     D_TILES: tl.constexpr = (D + STEP - 1) // STEP
     is_dk = NEED_DK
@@ -163,9 +173,15 @@ def _key_side(
     n_tile = pid // groups
     g = pid % groups
     z = g * heads_per_group
-    place = (z, (head_first + z) // heads_q, (head_first + z) % heads_q, n_tile, d)
-    first = first_row_tile_of(n_tile, offset, CAUSAL, TILE)
-    steps_per_head = (m_tiles - first) * (TILE // BLOCK_K)
+    b = (head_first + z) // heads_q
+    h = (head_first + z) % heads_q
+    owner = (z, b, h, n_tile, d)
+    first, end = key_span(n_tile, block, SHAPE, TILE)
+    if MASK & MODS:
+        # The heads of a group share their spans over rows, whatever their masks.
+        line = key_line(skips, b, h, col_first // TILE + n_tile)
+        first, end = narrowed(first, end, skips[2], line, row_first // TILE)
+    steps_per_head = max(end - first, 0) * (TILE // BLOCK_K)
     total = steps_per_head * heads_per_group
     share = tl.cdiv(total, splits)
     steps = (first, steps_per_head, split * share, min(split * share + share, total))
@@ -177,11 +193,11 @@ def _key_side(
         sums += (((kind * splits + split) * groups + g).to(tl.int64) * sum_rows + n_tile * TILE) * D
     # The two differ in operands only, but a descriptor cannot be chosen at run time.
     if is_dk:
-        _key_tile(ds_t_tiles, q, q_tail, dk, dk_tail, sums, scale, len_q, len_kv, place, steps, block, previous,
-                  D, BLOCK_N, TAIL, BLOCK_K, CAUSAL, PARTIAL, TMA, TILE)  # fmt: skip
+        _key_tile(ds_t_tiles, q, q_tail, dk, dk_tail, sums, scale, len_q, len_kv, owner, steps, place, block,
+                  previous, D, BLOCK_N, TAIL, BLOCK_K, SHAPE, PARTIAL, TMA, TILE)  # fmt: skip
     else:
-        _key_tile(p_t_tiles, do, do_tail, dv, dv_tail, sums, 1.0, len_q, len_kv, place, steps, block, previous,
-                  D, BLOCK_N, TAIL, BLOCK_K, CAUSAL, PARTIAL, TMA, TILE)  # fmt: skip
+        _key_tile(p_t_tiles, do, do_tail, dv, dv_tail, sums, 1.0, len_q, len_kv, owner, steps, place, block,
+                  previous, D, BLOCK_N, TAIL, BLOCK_K, SHAPE, PARTIAL, TMA, TILE)  # fmt: skip
 
 
 _BACKWARD_COUNTS = [*_COUNTS, "sum_rows", "query_programs", "key_programs", "heads_per_group", "splits",
@@ -191,11 +207,11 @@ _BACKWARD_COUNTS = [*_COUNTS, "sum_rows", "query_programs", "key_programs", "hea
 @triton.jit(do_not_specialize=_BACKWARD_COUNTS)
 def value_backward(
     p_t_tiles, ds_tiles, ds_t_tiles, q, q_tail, k, k_tail, do, do_tail, dq, dq_tail, dk, dk_tail, dv, dv_tail,
-    sum_ptr, sum_rows, grad_scale_ptr, scale, len_q, len_kv,
-    row_first, col_first, head_first, heads_q, group, m_tiles, n_tiles, slots, heads, offset,
+    sum_ptr, sum_rows, grad_scale_ptr, scale, skips, len_q, len_kv,
+    row_first, col_first, head_first, heads_q, group, m_tiles, n_tiles, slots, heads, offset, left, right, width,
     query_programs, key_programs, heads_per_group, splits, queries_first, previous,
-    D: tl.constexpr, BLOCK_N: tl.constexpr, TAIL: tl.constexpr, BLOCK_K: tl.constexpr, CAUSAL: tl.constexpr,
-    NEED_DQ: tl.constexpr, NEED_DK: tl.constexpr, NEED_DV: tl.constexpr, PARTIAL: tl.constexpr,
+    D: tl.constexpr, BLOCK_N: tl.constexpr, TAIL: tl.constexpr, BLOCK_K: tl.constexpr, SHAPE: tl.constexpr,
+    MODS: tl.constexpr, NEED_DQ: tl.constexpr, NEED_DK: tl.constexpr, NEED_DV: tl.constexpr, PARTIAL: tl.constexpr,
     SCALED: tl.constexpr, TMA: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """dQ, dK and dV of a block in one launch.
@@ -204,7 +220,8 @@ def value_backward(
     ``heads_per_group`` heads of each group are in the block. With PARTIAL the key side goes unscaled to a float32
     buffer [2, splits, groups, sum_rows, D], continued from what it holds when ``previous`` is set.
     """
-    block = (row_first, col_first, head_first, heads_q, group, m_tiles, n_tiles, slots, heads, offset)
+    place = (row_first, col_first, head_first, heads_q, group, slots, heads)
+    block = (m_tiles, n_tiles, offset, left, right, width)
     KEYS: tl.constexpr = (1 if NEED_DK else 0) + (1 if NEED_DV else 0)
     pid = tl.program_id(0)
     is_query = NEED_DQ
@@ -216,12 +233,13 @@ def value_backward(
             is_query = pid >= key_programs * KEYS
             pid = tl.where(is_query, pid - key_programs * KEYS, pid)
     if is_query:
-        acc, tail, _, b, h, row, d = _row_side(pid, ds_tiles, k, k_tail, len_kv, block,
-                                               D, BLOCK_N, TAIL, BLOCK_K, CAUSAL, TMA, TILE)  # fmt: skip
+        acc, tail, _, b, h, row, d = _row_side(pid, ds_tiles, k, k_tail, len_kv, place, block, skips,
+                                               D, BLOCK_N, TAIL, BLOCK_K, SHAPE, MODS, TMA, TILE)  # fmt: skip
         if SCALED:
             scale = scale / tl.load(grad_scale_ptr + (b * heads_q + h) // group)
         _store(dq, dq_tail, acc * scale, tail * scale, b, h, row, len_q, d, D, BLOCK_N, TAIL, TMA, TILE)
     else:
         _key_side(pid, p_t_tiles, ds_t_tiles, q, q_tail, do, do_tail, dk, dk_tail, dv, dv_tail, sum_ptr, sum_rows,
-                  grad_scale_ptr, scale, len_q, len_kv, block, heads_per_group, splits, previous,
-                  D, BLOCK_N, TAIL, BLOCK_K, CAUSAL, NEED_DK, NEED_DV, PARTIAL, SCALED, TMA, TILE)  # fmt: skip
+                  grad_scale_ptr, scale, len_q, len_kv, place, block, skips, heads_per_group, splits,
+                  previous, D, BLOCK_N, TAIL, BLOCK_K, SHAPE, MODS, NEED_DK, NEED_DV, PARTIAL, SCALED, TMA,
+                  TILE)  # fmt: skip

@@ -79,7 +79,7 @@ def test_no_heads_and_nearly_certain_dropout_are_planned_without_an_error(monkey
     from ffpa_jit.cuda import backend
 
     monkeypatch.setattr(backend, "_out_of_reach", lambda *arguments: None)
-    with registry.replaced("cuda", backend.BACKEND):
+    with registry.replaced("cuda", backend.BACKEND), registry.replaced("triton", Refusing()):
         assert dispatch.plan(_gpu_problem(heads_q=0, heads_kv=0), None, None).forward in ("cuda", "triton", "sdpa")
         assert dispatch.plan(_gpu_problem(dropout_p=0.9999), None, None).forward == "cuda"
         for certain in (0.99999, 0.999999999, 1.0):
@@ -107,7 +107,7 @@ def test_a_backend_that_turns_out_unavailable_hands_the_call_on(warnings_seen):
     q, k, v, _ = make(SHAPE, HALF)
     mask = torch.rand(5, 7) > 0.3
     mask[:, 0] = True
-    with registry.replaced("cuda", _Broken()):
+    with registry.replaced("cuda", _Broken()), registry.replaced("triton", Refusing()):
         out = ffpa_attn_func(q, k, v, attn_mask=mask)
         torch.testing.assert_close(out.float(), SDPA(q, k, v, attn_mask=mask).float(), rtol=4e-3, atol=4e-3)
         assert any("its compiler fails" in message for message in warnings_seen)
@@ -121,7 +121,7 @@ def test_a_backend_that_turns_out_unavailable_hands_the_call_on(warnings_seen):
 @pytest.mark.parametrize("masked", [False, True])
 def test_what_falls_back_can_be_traced_with_its_reasons(dynamic, dropout_p, masked):
     """A refusal says what came; while a compiler traces, that may be a symbol."""
-    q, k, v, _ = make(Shape(1, 4, 2, 40, 50, 512), HALF)
+    q, k, v, _ = make(Shape(1, 4, 2, 40, 50, 512), torch.bfloat16)
     mask = torch.rand(40, 50) > 0.3 if masked else None
     refusing = Refusing()
 
@@ -131,6 +131,6 @@ def test_what_falls_back_can_be_traced_with_its_reasons(dynamic, dropout_p, mask
     with registry.replaced("triton", refusing), registry.replaced("cuda", refusing):
         out = torch.compile(call, fullgraph=True, dynamic=dynamic, backend="aot_eager")(q, k, v, mask)
     assert out.shape == q.shape
-    # ... and with the backends themselves, which refuse masks and dropout by their numbers.
+    # ... and with the backends themselves.
     torch.compiler.reset()
     assert torch.compile(call, fullgraph=True, dynamic=dynamic, backend="aot_eager")(q, k, v, mask).shape == q.shape

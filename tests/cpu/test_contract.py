@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from ffpa_jit import explain, ffpa_attn_func, registry
 from tests import oracle
 from tests.cpu.conftest import ROOT, run_python
-from tests.cpu.fakes import Refusing
+from tests.cpu.fakes import FakeCUDA, Refusing
 from tests.shapes import Shape, leaves, make
 
 SDPA = F.scaled_dot_product_attention
@@ -100,7 +100,8 @@ def installed_calls():
     yield "mask", tuple(h), {"attn_mask": torch.rand(5, 9) > 0.2}
     yield "additive mask", tuple(h), {"attn_mask": torch.randn(2, 5, 9).half()}
     yield "fp32 mask", tuple(h), {"attn_mask": torch.randn(2, 5, 9)}
-    yield "mask and causal", tuple(h), {"attn_mask": torch.rand(5, 9) > 0.2, "is_causal": True}
+    # As many queries as keys: otherwise SDPA means another alignment.
+    yield "mask and causal", (h[0], h[0], h[0]), {"attn_mask": torch.rand(5, 5) > 0.2, "is_causal": True}
     yield "another head dim of value", (h[0], h[1], h[2][..., :40]), {}
     yield "three dimensions", tuple(x[0] for x in h), {}
     yield "odd head dim", tuple(x[..., :261] for x in h), {}
@@ -123,16 +124,16 @@ def test_installed_as_sdpa_it_never_raises_where_sdpa_would_not(monkeypatch, nam
 
 def test_an_unknown_keyword_is_a_type_error():
     q, k, v, _ = make(Shape(1, 1, 1, 5, 5, 264), HALF)
-    with pytest.raises(TypeError):
-        ffpa_attn_func(q, k, v, softcap=30.0)
+    with pytest.raises(TypeError, match=r"ffpa_attn_func\(\) got unexpected keyword argument\(s\): causal, soft_cap"):
+        ffpa_attn_func(q, k, v, soft_cap=30.0, causal=True, sinks=torch.ones(1))
 
 
 def test_a_named_backend_drops_nothing_silently():
     q, k, v, _ = make(Shape(1, 1, 1, 5, 5, 264), HALF)
-    with pytest.raises(NotImplementedError) as refused:
-        ffpa_attn_func(q, k, v, attn_mask=torch.ones(5, 5, dtype=torch.bool), dropout_p=0.1, backend="triton")
-    assert "mask" in str(refused.value)
-    assert "dropout" in str(refused.value)
+    with registry.replaced("cuda", FakeCUDA()), pytest.raises(NotImplementedError) as refused:
+        ffpa_attn_func(q, k, v, window_size=(2, 0), softcap=30.0, backend="cuda")
+    assert "[window]" in str(refused.value)
+    assert "[softcap]" in str(refused.value)
 
 
 # 5. Rows without keys, on the fallback too.
@@ -154,7 +155,7 @@ def test_rows_that_a_mask_empties_give_zero_on_the_fallback():
     q, k, v = leaves(q, k, v)
     mask = torch.ones(5, 6, dtype=torch.bool)
     mask[2] = False
-    out = ffpa_attn_func(q, k, v, attn_mask=mask)
+    out = ffpa_attn_func(q, k, v, attn_mask=mask, backend="sdpa")
     grads = torch.autograd.grad(out, (q, k, v), do)
     assert (out[0, 0, 2] == 0).all()
     assert all(g.isfinite().all() for g in grads)
@@ -258,9 +259,9 @@ def test_a_fallback_warns_on_the_packages_logger_only(caplog, monkeypatch):
     from ffpa_jit import dispatch
 
     monkeypatch.setattr(dispatch, "_warned", set())
-    q, k, v, _ = make(Shape(1, 1, 1, 5, 5, 264), HALF)
+    q, k, v, _ = make(Shape(1, 1, 1, 5, 5, 261), HALF)
     with caplog.at_level(logging.WARNING):
-        ffpa_attn_func(q, k, v, attn_mask=torch.ones(5, 5, dtype=torch.bool))
+        ffpa_attn_func(q, k, v)
     assert {r.name for r in caplog.records} == {"ffpa_jit"}
 
 

@@ -51,7 +51,7 @@ FIELDS = {
     SDPABackend: {"name", "forward", "backward", "high_precision_grad"},
     TritonBackend: {
         "name", "forward", "backward", "autotune", "autotune_mode", "enable_tma", "enable_ws", "persist_dkdv",
-        "split_launch", "preprocess_d_chunk", "grad_kv_storage_dtype", "grad_q_storage_dtype",
+        "split_launch", "preprocess_d_chunk", "grad_kv_storage_dtype", "grad_q_storage_dtype", "workspace_mb",
     },
     CUDABackend: {"name", "forward", "backward", "acc", "stages"},
     CuTeDSLBackend: {"name", "forward", "backward", "grad_kv_storage_dtype"},
@@ -85,6 +85,9 @@ def test_one_given_side_negates_the_other(given, sides):
         lambda: TritonBackend(autotune_mode="slow"),
         lambda: TritonBackend(grad_kv_storage_dtype="bf16"),
         lambda: TritonBackend(grad_q_storage_dtype=torch.bfloat16),
+        lambda: TritonBackend(workspace_mb=-1),
+        lambda: TritonBackend(workspace_mb=float("nan")),
+        lambda: TritonBackend(workspace_mb=float("inf")),
         lambda: CuTeDSLBackend(grad_kv_storage_dtype="int8"),
         lambda: CUDABackend(acc="bf16"),
         lambda: CUDABackend(stages=0),
@@ -98,6 +101,12 @@ def test_one_given_side_negates_the_other(given, sides):
 def test_a_wrong_option_is_an_error_when_the_object_is_built(make_backend):
     with pytest.raises(ValueError):
         make_backend()
+
+
+@pytest.mark.parametrize("value", ["64", True, [1]])
+def test_a_workspace_that_is_no_number_is_a_type_error(value):
+    with pytest.raises(TypeError, match="workspace_mb"):
+        TritonBackend(workspace_mb=value)
 
 
 @pytest.mark.parametrize("value", [None, "fp16", "fp32", torch.float16, torch.float32])
@@ -174,11 +183,10 @@ def test_backends_that_cannot_run_refuse_as_backend_too(backend):
     [
         (lambda q, k, v: ((q[..., :261], k[..., :261], v[..., :261]), {}), "261"),
         (lambda q, k, v: ((q, k, v[..., :40]), {}), "40"),
-        (lambda q, k, v: ((q, k, v), {"attn_mask": torch.ones(5, 7, dtype=torch.bool)}), "mask"),
-        (lambda q, k, v: ((q, k, v), {"dropout_p": 0.25}), "0.25"),
+        (lambda q, k, v: ((q.bfloat16(), k.bfloat16(), v.bfloat16()), {}), "bfloat16"),
         (lambda q, k, v: (tuple(torch.cat([x] * 4, -1) for x in (q, k, v)), {}), "1056"),
     ],
-    ids=["head dim not a multiple of 8", "value head dim", "mask", "dropout", "head dim above 1024"],
+    ids=["head dim not a multiple of 8", "value head dim", "bf16 in the interpreter", "head dim above 1024"],
 )
 def test_a_named_backend_says_what_came_and_the_unnamed_call_falls_back(change, word, warnings_seen):
     tensors, arguments = change(*inputs())
@@ -205,16 +213,14 @@ def test_mixed_sides_give_the_gradients_of_either():
 
 
 def test_a_fallback_warns_once_per_reason(warnings_seen):
-    q, k, v = inputs()
-    mask = torch.ones(5, 7, dtype=torch.bool)
     for _ in range(3):
-        ffpa_attn_func(q, k, v, attn_mask=mask)
+        ffpa_attn_func(*inputs(dtype=torch.bfloat16))
     assert len(warnings_seen) == 1
-    assert "mask" in warnings_seen[0]
+    assert "interpreter-dtype" in warnings_seen[0]
     for _ in range(2):
-        ffpa_attn_func(q, k, v, dropout_p=0.1)
+        ffpa_attn_func(*inputs(261))
     assert len(warnings_seen) == 2
-    assert "dropout" in warnings_seen[1]
+    assert "head_dim_multiple" in warnings_seen[1]
 
 
 def test_no_warning_for_small_head_dims_or_a_named_sdpa(warnings_seen):
@@ -227,8 +233,8 @@ def test_no_warning_for_small_head_dims_or_a_named_sdpa(warnings_seen):
 def test_strict_mode_turns_a_fallback_into_an_error(monkeypatch):
     monkeypatch.setenv("FFPA_JIT_STRICT", "1")
     q, k, v = inputs()
-    with pytest.raises(NotImplementedError, match="mask"):
-        ffpa_attn_func(q, k, v, attn_mask=torch.ones(5, 7, dtype=torch.bool))
+    with pytest.raises(NotImplementedError, match="head_dim_multiple"):
+        ffpa_attn_func(*inputs(261))
     ffpa_attn_func(q, k, v)
     ffpa_attn_func(q, k, v, backend="sdpa")
     small = torch.randn(1, 1, 4, 64)
@@ -236,10 +242,9 @@ def test_strict_mode_turns_a_fallback_into_an_error(monkeypatch):
 
 
 def test_a_setting_that_is_none_is_an_error(monkeypatch):
-    q, k, v = inputs()
     monkeypatch.setenv("FFPA_JIT_STRICT", "maybe")
     with pytest.raises(ValueError, match="FFPA_JIT_STRICT"):
-        ffpa_attn_func(q, k, v, dropout_p=0.1)
+        ffpa_attn_func(*inputs(261))
 
 
 def test_on_a_plain_cpu_the_call_falls_back_with_the_device_as_reason():
@@ -261,13 +266,14 @@ except NotImplementedError as error:
 
 def test_cuda_is_tried_where_triton_refuses_and_is_not_where_it_does_not():
     q, k, v = inputs()
+    refused = inputs(dtype=torch.bfloat16)
     cuda = FakeCUDA()
     with registry.replaced("cuda", cuda):
         ffpa_attn_func(q, k, v)
         assert not cuda.calls
-        ffpa_attn_func(q, k, v, dropout_p=0.25)
+        ffpa_attn_func(*refused)
         assert len(cuda.calls) == 1
-        assert explain(q, k, v, dropout_p=0.25).forward == "cuda"
+        assert explain(*refused).forward == "cuda"
         assert explain(q, k, v).reasons["cuda"] == ["it could run this call; triton was chosen"]
 
 
@@ -280,10 +286,11 @@ def test_explain_names_who_runs_and_why_the_others_do_not():
     assert (found.forward, found.backward, found.error) == ("triton", None, None)
     assert set(found.reasons) == {"sdpa", "cuda", "cutedsl"}
     assert all(found.reasons.values())
-    found = explain(*leaves(q, k, v), attn_mask=torch.ones(5, 7, dtype=torch.bool), dropout_p=0.5)
+    mask = torch.ones(5, 7, dtype=torch.bool)
+    found = explain(*leaves(*inputs(261, torch.bfloat16)), attn_mask=mask, dropout_p=0.5, is_causal=True)
     assert (found.forward, found.backward) == ("sdpa", "sdpa")
     assert len(found.reasons["triton"]) == 2
-    for word in ("sdpa", "mask", "0.5"):
+    for word in ("sdpa", "mask", "0.5", "261", "bfloat16"):
         assert word in str(found)
 
 

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from ffpa_jit import CUDABackend, SDPABackend, TritonBackend, dispatch, explain, ffpa_attn_func, masks, registry, sdpa
 from ffpa_jit.backends import DEFAULTS, decode, encode
 from ffpa_jit.problem import Problem
-from tests.cpu.fakes import FakeCUDA, Refusing, attention, kept
+from tests.cpu.fakes import FakeCUDA, FakeTriton, Refusing, attention, kept
 from tests.shapes import Shape, leaves, make
 
 SDPA = F.scaled_dot_product_attention
@@ -32,15 +32,17 @@ def _nothing_warned_yet(monkeypatch):
 
 @pytest.fixture
 def cuda():
+    """A backend with a forward only, and no other."""
     fake = FakeCUDA()
-    with registry.replaced("cuda", fake):
+    with registry.replaced("cuda", fake), registry.replaced("triton", Refusing()):
         yield fake
 
 
 @pytest.fixture
-def cuda_both_ways():
-    fake = FakeCUDA(backward=True)
-    with registry.replaced("cuda", fake):
+def both_ways():
+    """A backend for both directions, and no other."""
+    fake = FakeTriton()
+    with registry.replaced("triton", fake), registry.replaced("cuda", Refusing()):
         yield fake
 
 
@@ -81,15 +83,19 @@ def test_masks_reach_the_backend_and_mean_what_they_mean_to_sdpa(cuda, shape, ki
 @pytest.mark.parametrize("shape", MASK_SHAPES, ids=str)
 @pytest.mark.parametrize("kind", ["half", "fp32"])
 @pytest.mark.parametrize("others", [True, False], ids=["with query", "alone"])
-def test_the_gradient_of_a_mask_has_its_shape_and_is_sdpas(cuda, shape, kind, others):
+@pytest.mark.parametrize("backward", ["own", "sdpa"])
+def test_the_gradient_of_a_mask_has_its_shape_whoever_computes_it(both_ways, shape, kind, others, backward):
     q, k, v, do = inputs()
     if not others:
         q, k, v = q.detach(), k.detach(), v.detach()
     mask = make_mask(shape, kind).requires_grad_()
     wanted = (mask, q) if others else (mask,)
-    out = ffpa_attn_func(q, k, v, attn_mask=mask)
-    assert cuda.calls
+    out = ffpa_attn_func(q, k, v, attn_mask=mask, backward_backend="sdpa" if backward == "sdpa" else None)
+    assert both_ways.calls
     got = torch.autograd.grad(out, wanted, do)
+    assert [call["needs"] for call in both_ways.backward_calls] == [(others, others, others, True)] * (
+        backward == "own"
+    )
     want = torch.autograd.grad(SDPA(q, k, v, attn_mask=mask.to(HALF)), wanted, do)
     assert got[0].dtype == mask.dtype
     assert got[0].shape == mask.shape
@@ -123,9 +129,7 @@ def test_a_broadcast_mask_stays_a_view(cuda, shape):
     ffpa_attn_func(q, k, v, attn_mask=mask)
     given = cuda.calls[0]["attn_mask"]
     assert given.untyped_storage().data_ptr() == mask.untyped_storage().data_ptr()
-    full = (1,) * (4 - len(shape)) + shape
-    for axis in range(4):
-        assert (given.stride(axis) == 0) == (full[axis] == 1)
+    assert given.shape == (1,) * (4 - len(shape)) + shape
 
 
 def test_an_expanded_mask_is_cast_by_autocast_without_being_written_out(cuda):
@@ -136,7 +140,7 @@ def test_an_expanded_mask_is_cast_by_autocast_without_being_written_out(cuda):
         expected = SDPA(q, k, v, attn_mask=mask)
     given = cuda.calls[0]["attn_mask"]
     assert given.dtype == HALF
-    assert given.stride()[:2] == (0, 0)
+    assert given.shape == (1, 1, 5, 7)
     close(out, expected)
 
 
@@ -146,6 +150,29 @@ def test_an_expanded_leaf_gets_a_gradient_for_each_of_its_elements(cuda):
     (got,) = torch.autograd.grad(ffpa_attn_func(q, k, v, attn_mask=mask), mask, do)
     (want,) = torch.autograd.grad(SDPA(q, k, v, attn_mask=mask), mask, do)
     close(got, want)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_mask_that_its_owner_expanded_stays_a_view_and_gets_a_gradient_of_its_own_shape(both_ways, autocast):
+    q, k, v, do = (x.float() if autocast else x for x in inputs())
+    bias = torch.randn(1, 1, 5, 7, dtype=torch.float32 if autocast else HALF, requires_grad=True)
+    with torch.autocast("cpu", dtype=HALF, enabled=autocast):
+        out = ffpa_attn_func(q, k, v, attn_mask=bias.expand(3, 2, 5, 7))
+    (got,) = torch.autograd.grad(out, bias, do.to(out.dtype))
+    given = both_ways.calls[0]["attn_mask"]
+    assert given.untyped_storage().data_ptr() == bias.untyped_storage().data_ptr()
+    assert given.stride()[:2] == (0, 0)
+    (want,) = torch.autograd.grad(SDPA(q.half(), k.half(), v.half(), attn_mask=bias.half()), bias, do.half())
+    assert got.shape == bias.shape
+    close(got, want, 1e-2)
+
+
+def test_without_gradients_an_expanded_bias_is_as_small_as_it_is(both_ways):
+    q, k, v, _ = make(SHAPE, HALF)
+    bias = torch.randn(1, 1, 5, 7, dtype=HALF, requires_grad=True)
+    with torch.no_grad():
+        ffpa_attn_func(q, k, v, attn_mask=bias.expand(3, 2, 5, 7))
+    assert both_ways.calls[0]["attn_mask"].shape == (1, 1, 5, 7)
 
 
 @pytest.mark.parametrize(
@@ -205,10 +232,20 @@ def test_a_mask_on_another_device_is_a_value_error(cuda):
         ffpa_attn_func(q, k, v, attn_mask=torch.zeros(5, 7, dtype=HALF, device="meta"))
 
 
-def test_a_mask_with_is_causal_stays_an_error(cuda):
-    q, k, v, _ = make(SHAPE, HALF)
-    with pytest.raises(ValueError, match="is_causal"):
-        ffpa_attn_func(q, k, v, attn_mask=torch.zeros(5, 7, dtype=HALF), is_causal=True)
+@pytest.mark.parametrize("backend", [None, "sdpa"])
+@pytest.mark.parametrize("shape", [(5, 7), (1, 7), (2, 1, 1), (3, 1, 5, 7)], ids=str)
+@pytest.mark.parametrize("kind", ["bool", "half", "fp32"])
+def test_a_mask_and_is_causal_both_apply(both_ways, shape, kind, backend):
+    q, k, v, do = inputs()
+    mask = make_mask(shape, kind)
+    seen = torch.ones(5, 7, dtype=torch.bool).tril(2)
+    whole = mask & seen if kind == "bool" else mask.to(HALF).masked_fill(~seen, float("-inf"))
+    out = ffpa_attn_func(q, k, v, attn_mask=mask, is_causal=True, backend=backend)
+    expected = SDPA(q, k, v, attn_mask=whole)
+    close(out, expected)
+    assert bool(both_ways.calls) == (backend is None)
+    for got, want in zip(*(torch.autograd.grad(x, (q, k, v), do) for x in (out, expected)), strict=True):
+        close(got, want)
 
 
 def test_a_masked_row_gives_zero_and_an_infinite_lse(cuda):
@@ -243,24 +280,26 @@ def test_transforms_and_subclasses_with_a_mask_are_sdpas(cuda, warnings_seen):
     assert len(warnings_seen) == 1
 
 
-def test_a_triton_backward_is_not_asked_for_a_masked_call(cuda):
+def test_a_backward_that_refuses_is_not_asked(cuda):
     q, k, v, _ = inputs()
     mask = make_mask((5, 7), "bool")
     with pytest.raises(NotImplementedError, match=r"triton.*backward"):
         ffpa_attn_func(q, k, v, attn_mask=mask, forward_backend="cuda", backward_backend="triton")
     found = explain(q, k, v, attn_mask=mask)
     assert (found.forward, found.backward) == ("cuda", "sdpa")
-    assert "mask" in " ".join(found.reasons["triton"])
+    assert "device" in " ".join(found.reasons["triton"])
 
 
-def test_a_named_cuda_leaves_the_backward_to_whoever_runs_it(cuda):
+def test_a_named_cuda_leaves_the_backward_to_whoever_runs_it(both_ways):
     q, k, v, do = inputs(Shape(1, 2, 1, 9, 17, 264, True))
-    found = explain(q, k, v, is_causal=True, enable_gqa=True, backend="cuda")
-    assert (found.forward, found.backward) == ("cuda", "triton")
-    out = ffpa_attn_func(q, k, v, is_causal=True, enable_gqa=True, backend="cuda")
+    with registry.replaced("cuda", FakeCUDA()):
+        found = explain(q, k, v, is_causal=True, enable_gqa=True, backend="cuda")
+        assert (found.forward, found.backward) == ("cuda", "triton")
+        out = ffpa_attn_func(q, k, v, is_causal=True, enable_gqa=True, backend="cuda")
     expected = ffpa_attn_func(q, k, v, is_causal=True, enable_gqa=True, backend="triton")
     for got, want in zip(*(torch.autograd.grad(x, (q, k, v), do) for x in (out, expected)), strict=True):
         close(got, want)
+    assert len(both_ways.calls) == 1
 
 
 def test_the_recomputed_backward_is_reported_once_and_strictly_forbidden(cuda, monkeypatch, warnings_seen):
@@ -312,11 +351,11 @@ def gpu_problem(**changes) -> Problem:
         ({"heads_kv": 2, "needs_grad": False, "mask_needs_grad": True}, ("cuda", "sdpa")),
         ({"dropout_p": 0.1}, ("sdpa", "sdpa")),
         ({"dropout_p": 0.1, "needs_grad": False}, ("cuda", None)),
-        ({"has_mask": False}, ("triton", "triton")),
     ],
     ids=str,
 )
 def test_a_forward_before_a_recomputed_backward_runs_only_where_it_saves_something(cuda, changes, sides):
+    """Where no backend has a backward for the call."""
     plan = dispatch.plan(gpu_problem(**changes), None, None)
     assert (plan.forward, plan.backward) == sides
     if sides == ("sdpa", "sdpa"):
@@ -344,9 +383,10 @@ def test_dropout_words_are_drawn_once_a_call_from_the_generator(cuda):
     again = ffpa_attn_func(q, k, v, dropout_p=0.4)
     assert torch.equal(first, again)
     assert not torch.equal(first, second)
-    words = cuda.calls[0]["rng"]
+    assert (cuda.calls[0]["rng"], cuda.calls[0]["dropout_p"]) == (None, 0.0)
+    words = cuda.calls[1]["rng"]
     assert (words.dtype, words.shape) == (torch.int64, (2,))
-    assert cuda.calls[0]["dropout_p"] == 0.4
+    assert cuda.calls[1]["dropout_p"] == 0.4
 
 
 def test_dropout_keeps_the_log_sum_exp_and_drops_weights(cuda):
@@ -390,24 +430,32 @@ def test_a_named_forward_that_no_backward_can_follow_raises(cuda, sides):
 def test_the_operator_itself_refuses_to_recompute_dropout(cuda):
     q, k, v, do = inputs()
     rng = torch.tensor([1, 2])
-    out, _ = torch.ops.ffpa_jit.flash_attn(q, k, v, None, rng, 0.1, False, 0.3, "cuda", "sdpa")
+    out, _ = torch.ops.ffpa_jit.flash_attn(q, k, v, None, rng, 0.1, False, 0.3, -1, -1, 0.0, "cuda", "sdpa")
     with pytest.raises(NotImplementedError, match="dropout"):
         out.backward(do)
 
 
-def test_a_backward_that_takes_the_same_words_drops_what_the_forward_dropped(cuda_both_ways):
+def test_the_operator_itself_refuses_to_recompute_a_softcap(both_ways):
+    q, k, v, do = inputs()
+    out, _ = torch.ops.ffpa_jit.flash_attn(q, k, v, None, None, 0.1, False, 0.0, -1, -1, 9.0, "triton", "sdpa")
+    with pytest.raises(NotImplementedError, match="softcap"):
+        out.backward(do)
+
+
+def test_a_backward_that_takes_the_same_words_drops_what_the_forward_dropped(both_ways):
     q, k, v, do = inputs()
     out = ffpa_attn_func(q, k, v, dropout_p=0.3)
     grads = torch.autograd.grad(out, (q, k, v), do)
-    keep = kept(cuda_both_ways.calls[0]["rng"], 0.3, (3, 2, 5, 7)) / 0.7
+    keep = kept(both_ways.calls[0]["rng"], 0.3, (3, 2, 5, 7)) / 0.7
     weights = (q.float() @ k.float().transpose(-2, -1) * 264**-0.5).softmax(-1) * keep
     expected = torch.autograd.grad(weights @ v.float(), (q, k, v), do.float())
     for got, want in zip(grads, expected, strict=True):
         close(got, want)
+    assert torch.equal(both_ways.calls[0]["rng"], both_ways.backward_calls[0]["rng"])
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointing_draws_the_same_words_again(cuda_both_ways, reentrant):
+def test_checkpointing_draws_the_same_words_again(both_ways, reentrant):
     q, k, v, do = inputs()
     mask = make_mask((5, 7), "half")
 
@@ -421,7 +469,7 @@ def test_checkpointing_draws_the_same_words_again(cuda_both_ways, reentrant):
     out.backward(do)
     for x, want in zip((q, k, v), expected, strict=True):
         assert torch.equal(x.grad, want)
-    words = [call["rng"].tolist() for call in cuda_both_ways.calls]
+    words = [call["rng"].tolist() for call in both_ways.calls]
     assert words[0] == words[1] == words[2]
 
 
@@ -429,11 +477,13 @@ def test_checkpointing_draws_the_same_words_again(cuda_both_ways, reentrant):
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_a_compiled_masked_call_has_one_graph_and_the_same_gradients(cuda, backend):
+@pytest.mark.parametrize("backward", ["own", "sdpa"])
+def test_a_compiled_masked_call_has_one_graph_and_the_same_gradients(both_ways, backend, backward):
+    named = "sdpa" if backward == "sdpa" else None
     counter = CompileCounterWithBackend(backend)
 
     def step(q, k, v, mask):
-        return ffpa_attn_func(q * 1, k, v, attn_mask=mask).float().square().sum()
+        return ffpa_attn_func(q * 1, k, v, attn_mask=mask, backward_backend=named).float().square().sum()
 
     compiled = torch.compile(step, fullgraph=True, dynamic=True, backend=counter)
     graphs = []
@@ -455,24 +505,25 @@ def test_compiled_masks_reach_the_backend_as_views(cuda, kind, expanded):
     q, k, v, _ = make(SHAPE, HALF)
     mask = make_mask((1, 1, 5, 7), kind)
     compiled(q, k, v, attn_mask=mask.expand(3, 2, 5, 7) if expanded else mask)
-    assert cuda.calls[-1]["mask_strides"] == (0, 0, 7, 1)
+    assert cuda.calls[-1]["attn_mask"].shape == (1, 1, 5, 7)
+    assert cuda.calls[-1]["mask_strides"][2:] == (7, 1)
     close(compiled(q, k, v, attn_mask=mask), SDPA(q, k, v, attn_mask=mask))
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_compiled_dropout_draws_new_words_at_every_call_and_replays_them_backward(cuda_both_ways, backend):
+def test_compiled_dropout_draws_new_words_at_every_call_and_replays_them_backward(both_ways, backend):
     compiled = torch.compile(
         lambda q, k, v: ffpa_attn_func(q, k, v, dropout_p=0.3) * 1.0, fullgraph=True, backend=backend
     )
     q, k, v, do = inputs()
     for _ in range(2):
         grads = torch.autograd.grad(compiled(q, k, v), (q, k, v), do)
-        keep = kept(cuda_both_ways.calls[-1]["rng"], 0.3, (3, 2, 5, 7)) / 0.7
+        keep = kept(both_ways.calls[-1]["rng"], 0.3, (3, 2, 5, 7)) / 0.7
         weights = (q.float() @ k.float().transpose(-2, -1) * 264**-0.5).softmax(-1) * keep
         expected = torch.autograd.grad(weights @ v.float(), (q, k, v), do.float())
         for got, want in zip(grads, expected, strict=True):
             close(got, want)
-    first, second = (call["rng"].tolist() for call in cuda_both_ways.calls)
+    first, second = (call["rng"].tolist() for call in both_ways.calls)
     assert first != second
 
 
@@ -488,51 +539,34 @@ def test_options_reach_a_compiled_backend(cuda):
 
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("dropped", [False, True])
-def test_the_forward_operator_passes_opcheck_with_masks_and_dropout(cuda_both_ways, masked, dropped):
+@pytest.mark.parametrize("options", [(-1, -1, 0.0), (2, 1, 0.0), (-1, 0, 3.0)], ids=str)
+def test_the_forward_operator_passes_opcheck_with_masks_and_dropout(both_ways, masked, dropped, options):
     q, k, v, _ = inputs(Shape(2, 4, 2, 5, 7, 264))
     mask = make_mask((1, 4, 5, 7), "fp32") if masked else None
     rng = torch.tensor([3, 4]) if dropped else None
-    arguments = (q, k, v, mask, rng, 0.05, False, 0.25 if dropped else 0.0, "cuda;acc=f16", "cuda")
+    arguments = (q, k, v, mask, rng, 0.05, False, 0.25 if dropped else 0.0, *options, "triton;autotune=True", "triton")
     torch.library.opcheck(torch.ops.ffpa_jit.flash_attn, arguments)
     q, k, v = q.detach(), k.detach(), v.detach()
     out, lse = torch.ops.ffpa_jit.flash_attn(q, k, v, *arguments[3:])
-    arguments = (torch.randn_like(out), None, q, k, v, mask, rng, out, lse, *arguments[5:8], [True, True, False, False])
+    needs = [True, True, False, masked]
+    arguments = (torch.randn_like(out), None, q, k, v, mask, rng, out, lse, *arguments[5:11], needs)
     torch.library.opcheck(
-        torch.ops.ffpa_jit.flash_attn_backward, (*arguments, "cuda"), test_utils=("test_schema", "test_faketensor")
+        torch.ops.ffpa_jit.flash_attn_backward, (*arguments, "triton"), test_utils=("test_schema", "test_faketensor")
     )
 
 
+@pytest.mark.parametrize("backward", ["triton", "sdpa"])
 @pytest.mark.parametrize("shape", [(1, 1, 5, 7), (3, 2, 5, 7), (1, 2, 1, 7)], ids=str)
-def test_the_forward_operator_passes_opcheck_with_a_mask_that_learns(cuda, shape):
+def test_the_forward_operator_passes_opcheck_with_a_mask_that_learns(both_ways, shape, backward):
     q, k, v, _ = inputs()
     mask = make_mask(shape, "half").requires_grad_()
     torch.library.opcheck(
         torch.ops.ffpa_jit.flash_attn,
-        (q, k, v, mask, None, 0.05, False, 0.0, "cuda", "sdpa"),
-        # The others differentiate the log-sum-exp, which SDPA does not return.
-        test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
+        (q, k, v, mask, None, 0.05, False, 0.0, -1, -1, 0.0, "triton", backward),
+        # The other test differentiates the log-sum-exp, which SDPA does not return.
+        test_utils=("test_schema", "test_autograd_registration", "test_faketensor")
+        + ("test_aot_dispatch_dynamic",) * (backward == "triton"),
     )
-
-
-def test_no_backend_is_asked_for_the_gradient_of_a_mask(cuda_both_ways):
-    q, k, v, _ = make(SHAPE, HALF)
-    mask = make_mask((1, 1, 5, 7), "half")
-    out, lse = torch.ops.ffpa_jit.flash_attn(q, k, v, mask, None, 0.05, False, 0.0, "cuda", "cuda")
-    with pytest.raises(NotImplementedError, match="attn_mask"):
-        torch.ops.ffpa_jit.flash_attn_backward(
-            out, None, q, k, v, mask, None, out, lse, 0.05, False, 0.0, [True, True, True, True], "cuda"
-        )
-    mask.requires_grad_()
-    assert explain(q, k, v, attn_mask=mask).backward == "sdpa"
-
-
-def test_triton_runs_no_mask_that_comes_through_the_operator():
-    pytest.importorskip("triton")
-    q, k, v, _ = make(SHAPE, HALF)
-    with pytest.raises(NotImplementedError, match="attn_mask"):
-        torch.ops.ffpa_jit.flash_attn(
-            q, k, v, make_mask((1, 1, 5, 7), "bool"), None, 0.05, False, 0.0, "triton", "triton"
-        )
 
 
 # Options.
@@ -544,6 +578,10 @@ def test_triton_runs_no_mask_that_comes_through_the_operator():
         (TritonBackend(), "triton"),
         (TritonBackend(forward=True), "triton"),
         (TritonBackend(autotune=True, grad_q_storage_dtype="fp32"), "triton;autotune=True;grad_q_storage_dtype=fp32"),
+        (TritonBackend(workspace_mb=0), "triton;workspace_mb=0"),
+        (TritonBackend(workspace_mb=64.0), "triton;workspace_mb=64"),
+        (TritonBackend(workspace_mb=0.25), "triton;workspace_mb=0.25"),
+        (TritonBackend(workspace_mb=1e-7), "triton;workspace_mb=1e-07"),
         (CUDABackend(), "cuda"),
         (CUDABackend(acc="f16", stages=2), "cuda;acc=f16;stages=2"),
         (SDPABackend(high_precision_grad=True), "sdpa;high_precision_grad=True"),
@@ -556,7 +594,11 @@ def test_backends_travel_as_text(backend, text):
     assert encode(back) == text
 
 
-@pytest.mark.parametrize("text", ["mkl", "cuda;speed=9", "cuda;acc=f64", "cuda;stages=9", "", "cuda;stages=two"])
+@pytest.mark.parametrize(
+    "text",
+    ["mkl", "cuda;speed=9", "cuda;acc=f64", "cuda;stages=9", "", "cuda;stages=two", "triton;workspace_mb=-1",
+     "triton;workspace_mb=nan", "triton;workspace_mb=no"],
+)  # fmt: skip
 def test_text_that_is_no_backend_is_an_error(text):
     with pytest.raises((ValueError, TypeError)):
         decode(text)
@@ -583,8 +625,7 @@ def test_f16_accumulators_with_bf16_inputs_are_a_value_error_before_any_launch(c
     assert cuda.calls
 
 
-def test_the_mask_free_call_goes_to_cuda_where_triton_refuses(cuda, monkeypatch):
-    monkeypatch.setenv("FFPA_JIT_WORKSPACE_MB", "0.0001")
+def test_the_mask_free_call_goes_to_cuda_where_triton_refuses(cuda):
     q, k, v, _ = make(SHAPE, HALF)
     close(ffpa_attn_func(q, k, v), SDPA(q, k, v))
     assert cuda.calls[0]["attn_mask"] is None
@@ -593,10 +634,10 @@ def test_the_mask_free_call_goes_to_cuda_where_triton_refuses(cuda, monkeypatch)
 
 def test_reasons_of_both_backends_are_told_in_one_message(warnings_seen):
     with registry.replaced("cuda", Refusing()):
-        q, k, v, _ = make(SHAPE, HALF)
+        q, k, v, _ = make(SHAPE, torch.bfloat16)
         ffpa_attn_func(q, k, v, attn_mask=torch.ones(5, 7, dtype=torch.bool))
         ffpa_attn_func(torch.cat([q] * 4, -1), torch.cat([k] * 4, -1), torch.cat([v] * 4, -1))
     assert len(warnings_seen) == 2
-    assert "triton: [mask]" in warnings_seen[0]
+    assert "triton: [interpreter-dtype]" in warnings_seen[0]
     assert "cuda: [device]" in warnings_seen[0]
     assert "triton, cuda: [head_dim]" in warnings_seen[1]

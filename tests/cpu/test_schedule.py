@@ -25,6 +25,7 @@ from ffpa_jit.triton.schedule import (
     slot_count,
     tiles,
 )  # fmt: skip
+from ffpa_jit.triton.terms import UNLIMITED
 
 
 @st.composite
@@ -33,7 +34,11 @@ def shapes(draw: st.DrawFn) -> Shape:
     len_q = draw(st.integers(1, 1500))
     causal = draw(st.booleans())
     len_kv = len_q + draw(st.integers(0, 1200)) if causal else draw(st.integers(1, 2500))
-    return Shape(group * draw(st.integers(1, 4)), group, len_q, len_kv, draw(st.sampled_from([264, 512, 1024])), causal)
+    sizes = group * draw(st.integers(1, 4)), group, len_q, len_kv, draw(st.sampled_from([264, 512, 1024]))
+    if draw(st.integers(0, 2)) > 0:
+        return Shape(*sizes, causal)
+    limit = st.sampled_from([0, 1, 100, 128, 129, 700, UNLIMITED])
+    return Shape(*sizes, False, draw(limit), 0 if causal else draw(limit))
 
 
 def visible(s: Shape) -> set[tuple[int, int]]:
@@ -41,6 +46,11 @@ def visible(s: Shape) -> set[tuple[int, int]]:
     pairs = set()
     for m in range(tiles(s.len_q)):
         last = min((m + 1) * TILE, s.len_q) - 1
+        if s.banded:
+            low = max(m * TILE + s.offset - s.left, 0)
+            high = min(last + s.offset + s.right, s.len_kv - 1)
+            pairs |= {(m, n) for n in range(low // TILE, high // TILE + 1) if low <= high}
+            continue
         keys = min(s.len_kv, last + 1 + s.offset) if s.causal else s.len_kv
         pairs |= {(m, n) for n in range(tiles(keys))}
     return pairs
@@ -48,6 +58,8 @@ def visible(s: Shape) -> set[tuple[int, int]]:
 
 def covered(s: Shape, x: Block) -> list[tuple[int, int, int]]:
     """(head, row tile, key tile) of every tile that a block stores, with a slot of its own for each."""
+    if s.banded:
+        return [(x.head_first + z, m, n) for z in range(x.heads) for m, n in band(s, x)]
     first = first_visible(x.offset, x.n_tiles, s.causal)
     found, slots = [], []
     for m in range(x.m_tiles):
@@ -60,9 +72,31 @@ def covered(s: Shape, x: Block) -> list[tuple[int, int, int]]:
     return [(x.head_first + z, m, n) for z in range(x.heads) for m, n in found]
 
 
+def band(s: Shape, x: Block) -> list[tuple[int, int]]:
+    """(row tile, key tile) of every tile of a banded block, as `geometry` finds them from either side."""
+    found, slots = [], []
+    for m in range(x.m_tiles):
+        low = max(m * TILE + x.offset - s.left, 0) // TILE
+        end = min(x.n_tiles, max(m * TILE + 2 * TILE - 1 + x.offset + s.right, 0) // TILE)
+        found += [(m, n) for n in range(low, end)]
+        slots += [m * x.width + n - low for n in range(low, end)]
+        assert end - low <= x.width
+    assert len(set(slots)) == len(slots)
+    assert max(slots, default=-1) < x.slots
+    from_keys = set()
+    for n in range(x.n_tiles):
+        first = max(n * TILE - x.offset - s.right, 0) // TILE
+        end = min(x.m_tiles, max(n * TILE - x.offset + 2 * TILE - 1 + s.left, 0) // TILE)
+        from_keys |= {(m, n) for m in range(first, end)}
+    assert from_keys == set(found)
+    return [(x.row_first // TILE + m, x.col_first // TILE + n) for m, n in found]
+
+
 def overshoot(s: Shape) -> set[tuple[int, int]]:
     """Tiles past the last row's keys that a whole row tile would see; storing them is allowed, they hold zeros."""
     rows = tiles(s.len_q)
+    if s.banded:
+        return {(rows - 1, n) for n in range(tiles(s.len_kv))} - visible(s)
     return {(rows - 1, n) for n in range(tiles(s.len_kv) + 1)} - visible(s)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -41,13 +42,13 @@ def test_causal_stays_bottom_right_with_gradients_however_it_is_expressed(monkey
 def test_masks_of_any_broadcast_mean_what_they_mean_to_sdpa(shape, boolean):
     q, k, v, _ = make(Shape(3, 2, 2, 5, 7, 264), HALF)
     mask = torch.rand(shape) > 0.4 if boolean else torch.randn(shape).half()
-    assert torch.equal(ffpa_attn_func(q, k, v, attn_mask=mask), SDPA(q, k, v, attn_mask=mask))
+    assert torch.equal(ffpa_attn_func(q, k, v, attn_mask=mask, backend="sdpa"), SDPA(q, k, v, attn_mask=mask))
 
 
 def test_the_gradient_of_an_additive_mask_comes_from_sdpa():
     q, k, v, _ = make(Shape(1, 2, 2, 5, 7, 264), HALF)
     grads = []
-    for call in (ffpa_attn_func, SDPA):
+    for call in (partial(ffpa_attn_func, backend="sdpa"), SDPA):
         mask = torch.zeros(2, 5, 7, dtype=HALF, requires_grad=True)
         call(q, k, v, attn_mask=mask).float().square().sum().backward()
         grads.append(mask.grad)
@@ -67,7 +68,7 @@ def test_finite_minimum_masks_behave_as_on_sdpas_math_path():
 def test_dropout_draws_what_sdpa_draws():
     q, k, v, _ = make(Shape(1, 2, 2, 5, 7, 264), HALF)
     torch.manual_seed(5)
-    first = ffpa_attn_func(q, k, v, dropout_p=0.3)
+    first = ffpa_attn_func(q, k, v, dropout_p=0.3, backend="sdpa")
     torch.manual_seed(5)
     assert torch.equal(first, SDPA(q, k, v, dropout_p=0.3))
 
@@ -75,7 +76,7 @@ def test_dropout_draws_what_sdpa_draws():
 def test_a_patch_cannot_make_the_fallback_recurse(monkeypatch):
     monkeypatch.setattr(F, "scaled_dot_product_attention", ffpa_attn_func)
     monkeypatch.setattr(torch._C._nn, "scaled_dot_product_attention", ffpa_attn_func)
-    q, k, v, _ = make(Shape(1, 1, 1, 5, 7, 264), HALF)
+    q, k, v, _ = make(Shape(1, 1, 1, 5, 7, 261), HALF)  # a head dim that only SDPA takes
     mask = torch.rand(5, 7) > 0.3
     close(
         F.scaled_dot_product_attention(q, k, v, mask),

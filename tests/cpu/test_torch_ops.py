@@ -22,8 +22,8 @@ SHAPE = Shape(1, 2, 1, 17, 33, 264, True)
 ORIGINAL = F.scaled_dot_product_attention
 
 
-PLAIN = (None, None, 0.05, True, 0.0)
-"""Arguments of the forward operator between the tensors and the backends: no mask and no dropout."""
+PLAIN = (None, None, 0.05, True, 0.0, -1, -1, 0.0)
+"""Arguments of the forward operator between the tensors and the backends: no option but the causal mask."""
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +44,7 @@ def test_the_forward_operator_passes_opcheck():
 def test_the_backward_operator_passes_opcheck(needs):
     q, k, v, do = make(SHAPE, HALF)
     out, lse = torch.ops.ffpa_jit.flash_attn(q, k, v, *PLAIN, "triton", "triton")
-    arguments = (do, torch.randn_like(lse), q, k, v, None, None, out, lse, 0.05, True, 0.0, needs, "triton")
+    arguments = (do, torch.randn_like(lse), q, k, v, None, None, out, lse, *PLAIN[2:], needs, "triton")
     torch.library.opcheck(
         torch.ops.ffpa_jit.flash_attn_backward, arguments, test_utils=("test_schema", "test_faketensor")
     )
@@ -98,7 +98,7 @@ def test_compile_without_a_named_backend_has_no_graph_break():
 
 def test_compile_takes_the_fallback_without_a_graph_break():
     compiled = torch.compile(ffpa_attn_func, fullgraph=True, dynamic=True, backend="aot_eager")
-    q, k, v, _ = make(Shape(1, 1, 1, 17, 20, 264), HALF)
+    q, k, v, _ = make(Shape(1, 1, 1, 17, 20, 261), HALF)
     mask = torch.randn(17, 20).to(HALF)
     torch.testing.assert_close(compiled(q, k, v, attn_mask=mask), ORIGINAL(q, k, v, attn_mask=mask))
 

@@ -1,0 +1,172 @@
+"""Attention of few query rows over many keys: parts of the keys in parallel, one combine. See ``decode_kernels``."""
+
+from __future__ import annotations
+
+import math
+import re
+from functools import cache
+from typing import Any
+
+import torch
+
+from ffpa_jit.triton import decode_kernels
+from ffpa_jit.triton.configs import DecodeTiling, decode_tiling, uses_tma
+from ffpa_jit.triton.launch import bind, operand, processors
+from ffpa_jit.triton.terms import UNLIMITED, Terms
+
+LEAST_KEYS = 256
+"""A program takes at least so many keys, or its start and its share of the combine cost more than it reads."""
+
+KEYS_OF_MANY = 768
+"""More programs than run at a time, for an even end, only if each keeps so many keys."""
+
+MOST_WAVES = 4
+
+MOST_QUERIES = 64
+"""Beyond, the two-phase kernels are faster: a row tile of 64 for each head of a group costs what their 128 rows do."""
+
+GLUON = ((3, 6),)
+"""Versions of Triton that ``decode_hopper`` compiles with."""
+
+_MASK, _ROWS, _ALIGNED = 3, 4, 16  # bits of ``epilogue``, as in ``terms``
+
+
+def suits(
+    heads_q: int, heads_kv: int, len_q: int, len_kv: int, head_dim: int, batch: int, processors: int
+) -> bool:  # fmt: skip
+    """Whether these kernels are faster than the two-phase ones.
+
+    They read K and V once for every 64 rows of a group (32 above D=512), the two-phase kernels compute 128 rows of each
+    head whatever there are: on an H200 the two take the same time at about 64 queries (32).
+    """
+    return 0 < len_q <= (MOST_QUERIES if head_dim <= 512 else MOST_QUERIES // 2)
+
+
+def forward(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, terms: Terms, *, arch: str, cap: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention output [B, Hq, Nq, D] in the query's layout, and LSE [B, Hq, Nq] (float32, natural logarithm).
+
+    ``cap``: bytes of workspace; with 0 the keys are not split.
+    """
+    rows = query.shape[2] * (query.shape[1] // max(key.shape[1], 1))
+    tiling = decode_tiling(arch, rows, query.shape[3], not modifiers(terms)[1] and _has_gluon())
+    return run(query, key, value, terms, arch=arch, cap=cap, tiling=tiling)
+
+
+def run(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, terms: Terms, *, arch: str, cap: int,
+    tiling: DecodeTiling, splits: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """``forward`` with a configuration, and a number of parts of the keys, of the caller's choice."""
+    out = torch.empty_like(query)
+    lse = query.new_empty(query.shape[:-1], dtype=torch.float32)
+    if out.numel() == 0:
+        return out, lse
+    if key.shape[2] == 0:
+        return out.zero_(), lse.fill_(-math.inf)
+    target = operand(out)  # an output whose last stride is not 1 is computed densely and copied
+    _launch(operand(query), operand(key), operand(value), target, lse, terms, arch, cap, tiling, splits)
+    if target is not out:
+        out.copy_(target)
+    return out, lse
+
+
+def _launch(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, terms: Terms,
+    arch: str, cap: int, t: DecodeTiling, splits: int | None,
+) -> None:  # fmt: skip
+    batch, heads_q, len_q, head_dim = q.shape
+    heads_kv, len_kv = k.shape[1], k.shape[2]
+    group, units = heads_q // heads_kv, batch * heads_kv
+    n_rows = len_q * group
+    row_tiles = -(-n_rows // t.rows)
+    row_bytes = 4 * units * n_rows * (head_dim + 2)
+    if splits is None:
+        at_once = processors(q.device) * t.per_processor
+        splits = min(count_splits(units * row_tiles, visible(terms, len_q, len_kv), at_once), max(cap // row_bytes, 1))
+    sums = q.new_empty(splits * row_bytes // 4 if splits > 1 else 0, dtype=torch.float32)
+    partial, stats = sums[: splits * units * n_rows * head_dim], sums[splits * units * n_rows * head_dim :]
+    reference, total = stats.chunk(2) if splits > 1 else (stats, stats)
+    results = bind(out, t.rows, head_dim, False), partial, reference, total, lse
+    counts = len_q, len_kv, heads_kv, group, row_tiles, splits, terms.left, terms.right
+    rows_of_q, factors = bind(q, t.rows, head_dim, False), (terms.scale_log2, terms.keep_scale)
+    mods, bits = modifiers(terms)
+    pieces, tma = cover(head_dim), uses_tma(arch)
+    grid = (units * row_tiles * splits,)
+    if t.hopper:
+        from ffpa_jit.triton import decode_hopper
+
+        tail = pieces[1] if not pieces[2] else 256
+        decode_hopper.attend[grid](
+            rows_of_q, *(decode_hopper.describe(x, cols) for x in (k, v) for cols in (pieces[0], tail)), *results,
+            *factors, *counts, D=head_dim, W1=tail, SPLIT=splits > 1, num_warps=t.warps,
+        )  # fmt: skip
+    else:
+        decode_kernels.attend[grid](
+            rows_of_q, *(bind(x, t.block_n, cols, tma) for x in (k, v) for cols in pieces), *results, mods, *factors,
+            *counts, D=head_dim, W0=pieces[0], W1=pieces[1], W2=pieces[2], ROWS=t.rows, BLOCK_N=t.block_n, FOLD=t.fold,
+            PRECISE=t.precise, SPLIT=splits > 1, MODS=bits, TMA=tma, num_warps=t.warps, num_stages=t.stages,
+        )  # fmt: skip
+    if splits > 1:
+        width = 1024 if arch == "interpreter" else 128  # interpreted, a program costs the same whatever its size
+        decode_kernels.combine[(units * n_rows * -(-head_dim // width),)](
+            *results, terms.keep_scale, len_q, heads_kv, group, splits, D=head_dim, BLOCK_D=width, CHUNK=16,
+            num_warps=4,
+        )  # fmt: skip
+
+
+@cache
+def _has_gluon() -> bool:
+    """Whether this Triton has the language of ``decode_hopper`` as that is written: a young one, still in motion."""
+    import triton
+
+    return tuple(int(n) for n in re.findall(r"\d+", triton.__version__)[:2]) in GLUON
+
+
+def visible(terms: Terms, len_q: int, len_kv: int) -> int:
+    """About how many keys a row tile sees: fewer than there are under a window."""
+    left, right = min(terms.left, len_kv), min(terms.right, len_kv)
+    return max(min(len_kv, left + right + len_q), 1) if terms.left < UNLIMITED else len_kv
+
+
+def count_splits(tiles: int, keys: int, at_once: int) -> int:
+    """Into how many parts the keys of each of ``tiles`` row tiles go, ``at_once`` programs running at a time."""
+    for waves in range(MOST_WAVES, 0, -1):
+        parts = waves * at_once // tiles
+        if parts and keys // parts >= (KEYS_OF_MANY if waves > 1 else LEAST_KEYS):
+            return parts
+    return max(min(at_once // tiles, keys // LEAST_KEYS), 1)
+
+
+def cover(head_dim: int) -> tuple[int, int, int]:
+    """Up to three powers of two, falling, that cover a head dim with the least excess.
+
+    None is below 64, which is what the warps can share, and up to D=512 none is above 256: one product of 512 columns
+    takes more registers than two of 256.
+    """
+    widest = 256 if head_dim <= 512 else 512
+    pieces: list[int] = []
+    rest = head_dim
+    while rest > 0:
+        width = max(min(1 << (rest.bit_length() - 1), widest), 64)
+        if len(pieces) == 2 and width < rest:
+            width *= 2
+        pieces.append(width)
+        rest -= width
+    first, second, third = [*pieces, 0, 0][:3]
+    return first, second, third
+
+
+def modifiers(terms: Terms) -> tuple[tuple[Any, ...], int]:
+    """(mods, MODS) of ``epilogue`` for rows of several heads.
+
+    A mask that differs between heads is read row by row, and none by 16 bytes: a kernel for every alignment of a line
+    of keys, as it grows, would cost more than the few loads.
+    """
+    mods, bits = terms.modifiers
+    if bits & _MASK:
+        strides = terms.mask_strides
+        mods = (mods[0], *strides, *mods[5:])
+        bits = (bits & ~_ALIGNED) | (_ROWS if strides[1] else 0)
+    return mods, bits

@@ -1,0 +1,113 @@
+"""The gradient of an additive mask: dS, summed over whatever the mask broadcasts over, in float32 and in a fixed order.
+
+It reads the tiles of dS that the score phase has stored, and has a program for each tile of the result, so nothing is
+added atomically. Where the mask has an element for each query and key, a program sums over the heads that share it (and
+over the blocks, one after another). Where it broadcasts over queries or keys, the sum over those comes first, for every
+head by itself, and the host adds the heads.
+"""
+
+import triton
+import triton.language as tl
+
+from .geometry import key_span, row_span, slot_of
+from .mask_tiles import EMPTY, state_of
+
+_COUNTS = ["skips", "len_q", "len_kv", "row_first", "col_first", "head_first", "heads_q", "group", "m_tiles", "n_tiles",
+           "slots", "heads", "offset", "left", "right", "width", "mask_batches", "mask_heads"]  # fmt: skip
+
+
+@triton.jit
+def _tile(
+    ds_ptr, grad_scale_ptr, skips, head, m_tile, n_tile, part, place, block,
+    SHAPE: tl.constexpr, MODS: tl.constexpr, SCALED: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """ROWS rows of a tile of dS, in float32; zeros where the mask hides all of it, and nothing was stored."""
+    row_first, col_first, head_first, heads_q, group, slots = place
+    b = head // heads_q
+    h = head % heads_q
+    state = state_of(skips, b, h, row_first // TILE + m_tile, col_first // TILE + n_tile, MODS)
+    slot = (head - head_first) * slots + slot_of(m_tile, n_tile, block, SHAPE, TILE)
+    at = (slot * TILE + part * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None] * TILE + tl.arange(0, TILE)[None, :]
+    ds = tl.load(ds_ptr + at, mask=tl.full([ROWS, TILE], 1, tl.int1) & (state != EMPTY), other=0.0).to(tl.float32)
+    if SCALED:
+        ds = ds / tl.load(grad_scale_ptr + head // group)
+    return ds
+
+
+@triton.jit(do_not_specialize=_COUNTS)
+def mask_gradient(
+    ds_ptr, sum_ptr, grad_scale_ptr, skips, len_q, len_kv,
+    row_first, col_first, head_first, heads_q, group, m_tiles, n_tiles, slots, heads, offset, left, right, width,
+    mask_batches, mask_heads,
+    SHAPE: tl.constexpr, MODS: tl.constexpr, SCALED: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Add a block's share to ``sum`` [mask batches, mask heads, len_q, len_kv], the lengths in whole tiles.
+
+    The first block of a line writes; the others add to what is there.
+    """
+    pid = tl.program_id(0)
+    place = (row_first, col_first, head_first, heads_q, group, slots)
+    block = (m_tiles, n_tiles, offset, left, right, width)
+    n_tile = pid % n_tiles
+    pid = pid // n_tiles
+    PARTS: tl.constexpr = TILE // ROWS  # of a tile, so that many programs share a processor
+    part = pid % PARTS
+    m_tile = (pid // PARTS) % m_tiles
+    line = pid // PARTS // m_tiles
+    mask_b = line // mask_heads
+    mask_h = line % mask_heads
+    low, end = row_span(m_tile, block, SHAPE, TILE)
+    last = head_first + heads
+    b_first = tl.where(mask_batches > 1, mask_b, head_first // heads_q)
+    b_end = tl.where(mask_batches > 1, mask_b + 1, (last - 1) // heads_q + 1)
+    h_first = tl.where(mask_heads > 1, mask_h, 0)
+    h_end = tl.where(mask_heads > 1, mask_h + 1, heads_q)
+    shared = 0
+    for b in tl.range(b_first, b_end):
+        shared += max(min(b * heads_q + h_end, last) - max(b * heads_q + h_first, head_first), 0)
+    if (n_tile >= low) & (n_tile < end) & (shared > 0):
+        first = line.to(tl.int64) * tl.cdiv(len_q, TILE) * TILE + row_first + m_tile * TILE + part * ROWS
+        cols = col_first + n_tile * TILE + tl.arange(0, TILE)
+        at = sum_ptr + ((first + tl.arange(0, ROWS))[:, None] * (tl.cdiv(len_kv, TILE) * TILE) + cols[None, :])
+        before = tl.where(mask_batches > 1, mask_b, 0) * heads_q + tl.where(mask_heads > 1, mask_h, 0) < head_first
+        acc = tl.load(at, mask=tl.full([ROWS, TILE], 1, tl.int1) & before, other=0.0)
+        for b in tl.range(b_first, b_end):
+            for head in tl.range(max(b * heads_q + h_first, head_first), min(b * heads_q + h_end, last)):
+                acc += _tile(ds_ptr, grad_scale_ptr, skips, head, m_tile, n_tile, part, place, block,
+                             SHAPE, MODS, SCALED, ROWS, TILE)  # fmt: skip
+        tl.store(at, acc)
+
+
+@triton.jit(do_not_specialize=_COUNTS[:-2])
+def mask_line_gradient(
+    ds_ptr, sum_ptr, grad_scale_ptr, skips, len_q, len_kv,
+    row_first, col_first, head_first, heads_q, group, m_tiles, n_tiles, slots, heads, offset, left, right, width,
+    SHAPE: tl.constexpr, MODS: tl.constexpr, OVER_ROWS: tl.constexpr, SCALED: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Add each head's sum of dS over its queries to [B * Hq, len_kv], or (not OVER_ROWS) over its keys to
+    [B * Hq, len_q]."""
+    pid = tl.program_id(0)
+    place = (row_first, col_first, head_first, heads_q, group, slots)
+    block = (m_tiles, n_tiles, offset, left, right, width)
+    lanes = tl.arange(0, TILE)
+    acc = tl.zeros([TILE], tl.float32)
+    if OVER_ROWS:
+        head = head_first + pid // n_tiles
+        n_tile = pid % n_tiles
+        first, end = key_span(n_tile, block, SHAPE, TILE)
+        for m_tile in tl.range(first, end):
+            acc += tl.sum(_tile(ds_ptr, grad_scale_ptr, skips, head, m_tile, n_tile, 0, place, block,
+                                SHAPE, MODS, SCALED, TILE, TILE), 0)  # fmt: skip
+        index = col_first + n_tile * TILE + lanes
+        length = len_kv
+    else:
+        head = head_first + pid // m_tiles
+        m_tile = pid % m_tiles
+        first, end = row_span(m_tile, block, SHAPE, TILE)
+        for n_tile in tl.range(first, end):
+            acc += tl.sum(_tile(ds_ptr, grad_scale_ptr, skips, head, m_tile, n_tile, 0, place, block,
+                                SHAPE, MODS, SCALED, TILE, TILE), 1)  # fmt: skip
+        index = row_first + m_tile * TILE + lanes
+        length = len_q
+    at = sum_ptr + head.to(tl.int64) * length + index
+    tl.store(at, acc + tl.load(at, mask=index < length, other=0.0), mask=index < length)

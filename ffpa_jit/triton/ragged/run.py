@@ -1,0 +1,324 @@
+"""Variable-length forward and backward: operands, tables, workspace, and the launches of every round."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from ffpa_jit.triton import rows
+from ffpa_jit.triton.configs import score_tiling, uses_tma, value_tiling
+from ffpa_jit.triton.dense import EXPONENT_WINDOW, _grad_scale
+from ffpa_jit.triton.launch import bind, bind_tiles, operand
+from ffpa_jit.triton.ragged import kernels, tables
+from ffpa_jit.triton.ragged.plan import (
+    Batch,
+    Rounds,
+    Tables,
+    allocate,
+    backward_rounds,
+    fixed_bytes,
+    forward_rounds,
+    sum_bytes,
+)
+from ffpa_jit.triton.schedule import TILE
+from ffpa_jit.triton.terms import UNLIMITED, Terms
+
+Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+
+TMA_GUARDS = (1, 2)
+"""With TMA there are two variants of a value kernel, and what lies beside the documents decides which one works."""
+
+
+def forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_q: torch.Tensor, cu_k: torch.Tensor, terms: Terms, *,
+    max_q: int, max_k: int, arch: str, cap: int,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Output [Tq, Hq, D], laid out as ``torch.empty_like(q)``, and LSE [Hq, Tq] (float32, natural logarithm).
+
+    ``q``, ``k``, ``v``: [T, H, D]. ``cu_q``, ``cu_k``: where documents begin, int32 [documents + 1]. ``max_q`` and
+    ``max_k`` bound their lengths, ``cap`` the bytes of memory beside the results.
+
+    Raises:
+        DoesNotFitError: the documents are too long for the workspace.
+    """
+    out = torch.empty_like(q)
+    lse = q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
+    if out.numel() == 0:
+        return out, lse
+    if k.shape[0] == 0:
+        return out.zero_(), lse.fill_(-math.inf)
+    target = operand(_view(out))
+    call = _Forward(_view(q), _view(k), _view(v), target, lse, cu_q, cu_k, terms, max_q, max_k, arch, cap)
+    call.run()
+    if target.data_ptr() != out.data_ptr():
+        out.copy_(target[0].transpose(0, 1))
+    return out, lse
+
+
+def backward(
+    do: torch.Tensor, grad_lse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+    out: torch.Tensor, lse: torch.Tensor, cu_q: torch.Tensor, cu_k: torch.Tensor, terms: Terms, *,
+    needs: tuple[bool, bool, bool], max_q: int, max_k: int, arch: str, cap: int,
+) -> Gradients:  # fmt: skip
+    """(dQ, dK, dV), laid out as ``torch.empty_like`` of the inputs; None where ``needs`` is false. See ``forward``."""
+    grads = tuple(torch.empty_like(x) if need else None for x, need in zip((q, k, v), needs, strict=True))
+    dq, dk, dv = grads
+    if q.numel() == 0 or k.numel() == 0:
+        for grad in grads:
+            if grad is not None:
+                grad.zero_()
+        return dq, dk, dv
+    if not any(needs):
+        return dq, dk, dv
+    targets = tuple(None if grad is None else operand(_view(grad)) for grad in grads)
+    call = _Backward(
+        _view(do), grad_lse, _view(q), _view(k), _view(v), _view(out), lse, targets, cu_q, cu_k, terms, max_q, max_k,
+        arch, cap,
+    )  # fmt: skip
+    call.run()
+    for grad, target in zip(grads, targets, strict=True):
+        if grad is not None and target is not None and target.data_ptr() != grad.data_ptr():
+            grad.copy_(target[0].transpose(0, 1))
+    return dq, dk, dv
+
+
+def _view(x: torch.Tensor) -> torch.Tensor:
+    """[T, H, D] as [1, H, T, D]."""
+    return x.transpose(0, 1)[None]
+
+
+def fill(b: Batch, r: Rounds, cu_q: torch.Tensor, cu_k: torch.Tensor, *, interpreted: bool) -> Tables:
+    """The tables of a call, but for what ``expand`` adds for each chunk."""
+    t = allocate(b, r, cu_q.device)
+    tables.scan[(1,)](
+        cu_q, cu_k, t.head, t.row_marks, t.key_marks, t.segment, t.row, t.key, t.chunk, t.segments,
+        b.docs, b.len_q, b.len_k, b.max_q, b.max_k, b.short, b.window, b.left, b.right, UNLIMITED, r.group_rows,
+        r.cut_above, int(r.fenced), r.chunks, r.stride, b.row_tiles.bit_length() if r.chunks > 1 else 0,
+        TILE=TILE, BLOCK=128 if interpreted else 1024, num_warps=8,
+    )  # fmt: skip
+    return t
+
+
+def expand(t: Tables, b: Batch, r: Rounds, cu_q: torch.Tensor, cu_k: torch.Tensor, c: int) -> None:
+    """Ranges of the rows, and the tasks, of chunk ``c``."""
+    tables.expand[(r.rows,)](
+        cu_q, cu_k, t.segment, t.row, t.chunk, t.low, t.high, t.task, c, t.segments, b.left, b.right,
+        b.docs.bit_length(), t.task.shape[0] // 2, TILE=TILE, num_warps=4,
+    )  # fmt: skip
+
+
+class _Call:
+    """What both directions share: sizes, tables, constants of the kernels."""
+
+    rounds: Rounds
+
+    def __init__(
+        self, q: torch.Tensor, k: torch.Tensor, cu_q: torch.Tensor, cu_k: torch.Tensor, terms: Terms, max_q: int,
+        max_k: int, arch: str,
+    ) -> None:  # fmt: skip
+        _, self.heads, self.len_q, self.head_dim = q.shape
+        self.heads_kv, self.len_k = k.shape[1], k.shape[2]
+        self.group = self.heads // self.heads_kv
+        self.device, self.terms, self.cu = q.device, terms, (cu_q, cu_k)
+        self.padded = -(-self.len_q // TILE) * TILE
+        self.batch = Batch(
+            cu_q.shape[0] - 1, self.len_q, self.len_k, max_q, max_k, terms.left, terms.right,
+            same=(cu_q is cu_k or 0 != cu_q.data_ptr() == cu_k.data_ptr()) and self.len_q == self.len_k,
+            # Dropout draws 32 keys at a time, counted from the first key of a document.
+            pack=terms.dropout_p == 0,
+        )  # fmt: skip
+        self.ptx, self.tma, self.interpreted = arch.startswith("sm_"), uses_tma(arch), arch == "interpreter"
+        self.mods, bits = terms.modifiers
+        self.common = {"D": self.head_dim, "TMA": self.tma, "TILE": TILE}
+        self.score_options = {"MODS": bits, "PTX": self.ptx}
+        self.guards = TMA_GUARDS if self.tma else (0,)
+
+    def plan(self) -> None:
+        self.tables = fill(self.batch, self.rounds, *self.cu, interpreted=self.interpreted)
+
+    def expand(self, c: int) -> None:
+        expand(self.tables, self.batch, self.rounds, *self.cu, c)
+
+    def inspect(self, x: torch.Tensor, edge: int, side: int) -> None:
+        """Look at the rows of [1, H, T, D] beside the documents; for TMA only, whose loads know no documents."""
+        if self.tma:
+            t, length = self.tables, x.shape[2]
+            kernels.inspect[(self.batch.segments * x.shape[1],)](
+                bind(x, 0, 1, False), t.head, t.segment, t.segments, length, x.shape[1], D=self.head_dim, EDGE=edge,
+                BLOCK_D=128, SIDE=side, num_warps=4,
+            )  # fmt: skip
+
+    def run(self) -> None:
+        r = self.rounds
+        sets = self.heads // r.heads
+        for first in range(0, sets, r.together):
+            for c in range(r.chunks):
+                if r.chunks > 1 or not first:
+                    self.expand(c)
+                self.round(first * r.heads, min(r.together, sets - first), c)
+
+    def round(self, head_first: int, sets: int, c: int) -> None:
+        raise NotImplementedError
+
+    def bound(self, x: torch.Tensor | None, rows_: int, cols: tuple[int, ...], tma: bool) -> list[Any]:
+        return [None if x is None else bind(x, rows_, width, tma) for width in cols]
+
+
+class _Forward(_Call):
+    """The operands of one forward call and its launches."""
+
+    def __init__(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
+        cu_q: torch.Tensor, cu_k: torch.Tensor, terms: Terms, max_q: int, max_k: int, arch: str, cap: int,
+    ) -> None:  # fmt: skip
+        super().__init__(q, k, cu_q, cu_k, terms, max_q, max_k, arch)
+        q, k, v = operand(q), operand(k), operand(v)
+        t = self.narrow = score_tiling(arch, "forward", self.head_dim)
+        w = self.wide = value_tiling(arch, "forward", self.head_dim)
+        left = cap - fixed_bytes(self.batch) - self.heads * self.padded * 4
+        r = self.rounds = forward_rounds(self.batch, left, self.heads, t.group_rows)
+        self.plan()
+
+        self.lse = lse
+        self.p = q.new_empty((r.together * r.slots * TILE, TILE))
+        self.stats = q.new_empty((3, r.together * r.slots * TILE), dtype=torch.float32).unbind()
+        self.inverse_sum = q.new_empty(r.together * r.rows * TILE, dtype=torch.float32)
+        self.reference = q.new_empty(self.heads * self.padded, dtype=torch.float32)
+        self.score_operands = bind(q, TILE, t.block_k, self.tma), bind(k, TILE, t.block_k, self.tma)
+        self.p_tile = bind_tiles(self.p, TILE, TILE, self.tma)
+        columns = w.block_n, w.tail
+        self.variants = [
+            (guard, tma, [bind_tiles(self.p, TILE, w.block_k, tma), *self.bound(v, w.block_k, columns, tma),
+                          *self.bound(out, TILE, columns, tma), bind(out, TILE, w.block_n, False)])
+            for guard, tma in zip(self.guards, (self.tma, False), strict=False)
+        ]  # fmt: skip
+        self.inspect(v, w.block_k, 1)
+
+    def round(self, head_first: int, sets: int, c: int) -> None:
+        r, t, w = self.rounds, self.narrow, self.wide
+        shift, headroom = EXPONENT_WINDOW[self.p.dtype]
+        for sample, programs in ((True, r.rows), (False, r.tasks)):
+            kernels.score_forward[(sets * programs,)](
+                *self.score_operands, self.p_tile, self.tables.views, self.reference, *self.stats, self.mods,
+                self.terms.scale_log2, head_first, sets, self.group, self.padded, c, self.tables.task.shape[0] // 2,
+                BLOCK_K=t.block_k, SAMPLE=sample, SHIFT=shift, HEADROOM=headroom, **self.score_options, **self.common,
+                **t.options(),
+            )  # fmt: skip
+        kernels.combine[(sets * r.rows,)](
+            self.p, self.tables.views, *self.stats, self.inverse_sum, self.lse, self.terms.keep_scale, head_first, sets,
+            self.len_q, c, CHUNK=16, TILE=TILE, num_warps=4,
+        )  # fmt: skip
+        for guard, tma, operands in self.variants:
+            kernels.value_forward[(sets * r.rows * -(-self.head_dim // w.width),)](
+                *operands, self.tables.views, self.inverse_sum, head_first, sets, self.group, c, D=self.head_dim,
+                BLOCK_N=w.block_n, TAIL=w.tail, BLOCK_K=w.block_k, GUARD=guard, TMA=tma, TILE=TILE, **w.options(),
+            )  # fmt: skip
+
+
+class _Backward(_Call):
+    """The operands of one backward call and its launches."""
+
+    def __init__(
+        self, do: torch.Tensor, grad_lse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+        out: torch.Tensor, lse: torch.Tensor, targets: tuple[torch.Tensor | None, ...], cu_q: torch.Tensor,
+        cu_k: torch.Tensor, terms: Terms, max_q: int, max_k: int, arch: str, cap: int,
+    ) -> None:  # fmt: skip
+        super().__init__(q, k, cu_q, cu_k, terms, max_q, max_k, arch)
+        q, k, v, do, out = (operand(x) for x in (q, k, v, do, out))
+        self.need_dq, self.need_dk, self.need_dv = (x is not None for x in targets)
+        self.need_ds = self.need_dq or self.need_dk
+        self.scaled = q.dtype == torch.float16
+        t = self.narrow = score_tiling(arch, "backward", self.head_dim)
+        w = self.wide = value_tiling(arch, "backward", self.head_dim)
+        left = cap - fixed_bytes(self.batch) - 2 * self.heads * self.padded * 4
+        r = self.rounds = backward_rounds(
+            self.batch, left, self.heads, self.group, self.head_dim, t.group_rows, matrices=1 + self.need_ds,
+            dkv=self.need_dk or self.need_dv,
+        )  # fmt: skip
+        self.plan()
+
+        most = r.together * r.heads * r.slots
+        most_ds = most if self.need_ds else 1
+        self.p, self.ds = q.new_empty((most * TILE, TILE)), q.new_empty((most_ds * TILE, TILE))
+        self.row_sums = q.new_empty((2, most_ds * TILE), dtype=torch.float32).unbind()
+        size = sum_bytes(self.batch, self.head_dim) // 4
+        self.sums = q.new_empty(size, dtype=torch.float32) if r.partial else None
+        self.grad_lse = None if grad_lse is None else grad_lse.float().contiguous()
+        self.grad_scale = _grad_scale(do, v, self.grad_lse) if self.scaled else None
+        self.lse2, self.delta = self._row_terms(do, out, lse)
+
+        self.score_operands = [bind(x, TILE, t.block_k, self.tma) for x in (q, k, v, do)]
+        self.score_outputs = [bind_tiles(x, TILE, TILE, self.tma) for x in (self.p, self.ds)]
+        self.variants = [
+            (guard, tma, self._value_operands((q, k, do), targets, tma))
+            for guard, tma in zip(self.guards, (self.tma, False), strict=False)
+        ]
+        if self.need_dq:
+            self.inspect(k, w.block_k, 1)
+        if self.need_dk:
+            self.inspect(q, w.block_k, 0)
+        if self.need_dv:
+            self.inspect(do, w.block_k, 0)
+
+    def _value_operands(
+        self, inputs: tuple[torch.Tensor, ...], targets: tuple[torch.Tensor | None, ...], tma: bool
+    ) -> list[Any]:
+        w = self.wide
+        columns = w.block_n, w.tail
+        operands = [
+            bind_tiles(self.p, w.block_k, TILE, tma),
+            bind_tiles(self.ds, TILE, w.block_k, tma),
+            bind_tiles(self.ds, w.block_k, TILE, tma),
+        ]
+        for x in inputs:
+            operands += self.bound(x, w.block_k, columns, tma)
+        for target in targets:
+            operands += [*self.bound(target, TILE, columns, tma), *self.bound(target, TILE, (w.block_n,), False)]
+        return operands
+
+    def _row_terms(self, do: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> list[torch.Tensor]:
+        height, width = 16, 256
+        terms = torch.empty((2, self.heads * self.padded), device=self.device, dtype=torch.float32)
+        rows.row_terms[(self.heads * (self.padded // height),)](
+            bind(do, height, width, self.tma), bind(out, height, width, self.tma), lse.contiguous(), self.grad_lse,
+            *terms.unbind(), self.len_q, self.heads, self.padded // TILE, D=self.head_dim, BLOCK_D=width,
+            HAS_GRAD_LSE=self.grad_lse is not None, ROWS=height, TMA=self.tma, TILE=TILE, num_warps=4,
+        )  # fmt: skip
+        return list(terms.unbind())
+
+    def round(self, head_first: int, sets: int, c: int) -> None:
+        r, t, views = self.rounds, self.narrow, self.tables.views
+        place = head_first, r.heads, sets, self.group
+        kernels.score_backward[(sets * r.heads * r.tasks,)](
+            *self.score_operands, *self.score_outputs, views, self.lse2, self.delta, *self.row_sums, self.grad_scale,
+            self.mods, self.terms.scale_log2, self.terms.keep_scale, *place, self.padded, c,
+            self.tables.task.shape[0] // 2, BLOCK_K=t.block_k, STORE_DS=self.need_ds, SCALED=self.scaled,
+            **self.score_options, **self.common, **t.options(),
+        )  # fmt: skip
+        # With a softcap, dS as it is stored has the cap's slope in it.
+        if self.need_ds and not self.terms.softcap:
+            kernels.refine[(sets * r.heads * r.rows,)](
+                self.p, self.ds, views, *self.row_sums, self.delta, self.grad_lse, self.grad_scale, *place, self.padded,
+                self.len_q, c, MODS=self.score_options["MODS"], HAS_GRAD_LSE=self.grad_lse is not None,
+                SCALED=self.scaled, CHUNK=16, TILE=TILE, num_warps=4,
+            )  # fmt: skip
+        if r.partial and self.need_dk and self.need_dv:
+            # With float32 stores Triton 3.6 does not overlay the shared memory of three GEMMs, of two it does.
+            self._value(place, c, self.need_dq, True, False)
+            self._value(place, c, False, False, True)
+        else:
+            self._value(place, c, self.need_dq, self.need_dk, self.need_dv)
+
+    def _value(self, place: tuple[int, ...], c: int, need_dq: bool, need_dk: bool, need_dv: bool) -> None:
+        r, w = self.rounds, self.wide
+        _, heads, sets, _ = place
+        programs = sets * self.batch.key_tiles * (need_dk + need_dv) + (sets * heads * r.rows if need_dq else 0)
+        for guard, tma, operands in self.variants:
+            kernels.value_backward[(programs * -(-self.head_dim // w.width),)](
+                *operands, self.tables.views, self.sums, self.batch.wide * TILE, self.grad_scale, self.terms.scale,
+                self.terms.keep_scale, *place, c, D=self.head_dim, BLOCK_N=w.block_n, TAIL=w.tail, BLOCK_K=w.block_k,
+                NEED_DQ=need_dq, NEED_DK=need_dk, NEED_DV=need_dv, PARTIAL=r.partial, SCALED=self.scaled, GUARD=guard,
+                TMA=tma, TILE=TILE, **w.options(),
+            )  # fmt: skip
