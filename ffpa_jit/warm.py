@@ -386,7 +386,7 @@ def _load_on(index: int, unit: _Unit) -> None:
     from ffpa_jit.triton import bundle
 
     def problem(spec: KernelSpec | TritonSpec, **more: bool) -> Problem:
-        flags = {"is_causal": False, "needs_grad": False, **more}
+        flags: dict[str, Any] = {"is_causal": False, "needs_grad": False, **more}
         return Problem(
             batch=1, heads_q=1, heads_kv=1, len_q=256, len_kv=256, head_dim=spec.head_dim, head_dim_v=spec.head_dim,
             dtype=getattr(torch, spec.dtype), device_type="cuda", device_index=index, arch=spec.arch, has_mask=False,

@@ -9,7 +9,7 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,7 +17,7 @@ from ffpa_jit.problem import Problem, Refusal, device_arch
 from ffpa_jit.settings import workspace_bytes
 from ffpa_jit.triton import bundle
 from ffpa_jit.triton.configs import FAMILIES, family
-from ffpa_jit.triton.schedule import TILE, minimum_bytes
+from ffpa_jit.triton.schedule import TILE, few_queries, minimum_bytes
 from ffpa_jit.triton.terms import Terms
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class TritonKernels:
         cap = _cap(options)
         arch = device_arch(query.device.type, query.device.index)
         with _on(query.device), _compiling("forward", arch, query, terms):
-            if decodes(query, key, arch) and cap:
+            if few_queries(query.shape[2], query.shape[3]) and cap:
                 from . import decode
 
                 return decode.forward(query, key, value, terms, arch=arch, cap=cap)
@@ -143,24 +143,29 @@ class TritonKernels:
 
     def estimate(self, problem: Problem) -> float:
         """About how many microseconds, from an H200: the host needs 230 for the launches of a forward and 350 more for
-        those of a backward; then the GPU does 450 TFLOP/s over whole tiles, or reads 2.2 TB/s of keys and values."""
+        those of a backward; then the GPU does 450 TFLOP/s over whole tiles, or reads 2.2 TB/s of keys and values. Of few
+        queries: 150 for two launches, and 3.9 TB/s."""
         product = problem.product_mflop(TILE)
         if problem.needs_grad:
             return max(580.0, product * 7.0 / 450.0)
+        if few_queries(problem.len_q, problem.head_dim):
+            return max(150.0, problem.cache_mb() / 3.9)
         return max(230.0, product * 2.0 / 450.0, problem.cache_mb() / 2.2)
 
     def warm(self, problem: Problem, options: TritonBackend | None = None) -> None:
-        """Compile what ``problem`` needs by running it once on random data of the smallest size that does."""
+        """Compile what ``problem`` needs by running it on random data of the smallest sizes that do."""
         device = torch.device(problem.device_type, problem.device_index or 0)
-        shape = (1, problem.heads_q // problem.heads_kv, 256, problem.head_dim)
-        q = torch.randn(shape, device=device, dtype=problem.dtype)
-        k, v = (torch.randn((1, 1, *shape[2:]), device=device, dtype=problem.dtype) for _ in range(2))
-        out, lse = self.forward(q, k, v, scale=problem.head_dim**-0.5, is_causal=problem.is_causal)
+        group, head_dim = problem.heads_q // problem.heads_kv, problem.head_dim
+        common: dict[str, Any] = {"scale": head_dim**-0.5, "is_causal": problem.is_causal, "options": options}
+        k, v = (torch.randn((1, 1, 2048, head_dim), device=device, dtype=problem.dtype) for _ in range(2))
+        q = torch.randn((1, group, 2048, head_dim), device=device, dtype=problem.dtype)
+        for few, keys in ((1, 64), (1, 2048), (-(-64 // group), 64), (-(-64 // group), 2048)):
+            self.forward(q[:, :, :few], k[:, :, :keys], v[:, :, :keys], **common)
+        q, k, v = (x[:, :, :256] for x in (q, k, v))
+        out, lse = self.forward(q, k, v, **common)
         if problem.needs_grad:
-            self.backward(
-                torch.randn_like(out), None, q, k, v, out, lse,
-                scale=problem.head_dim**-0.5, is_causal=problem.is_causal, needs=(True, True, True),
-            )  # fmt: skip
+            needs = (True, True, True, False)
+            self.backward(torch.randn_like(out), None, q, k, v, out, lse, needs=needs, **common)
 
 
 def _cap(options: TritonBackend | None) -> int:
@@ -173,15 +178,6 @@ def _needed(query: torch.Tensor, key: torch.Tensor, direction: str) -> int:
     """Bytes of workspace that the two-phase kernels take at least."""
     b, h, n, d = query.shape
     return minimum_bytes(b * h, n, key.shape[2], d, direction)
-
-
-def decodes(query: torch.Tensor, key: torch.Tensor, arch: str) -> bool:
-    """Whether a forward has so few query rows that reading keys and values is all it does."""
-    from . import decode
-    from .launch import processors
-
-    b, h, n, d = query.shape
-    return decode.suits(h, key.shape[1], n, key.shape[2], d, b, processors(query.device))
 
 
 def _on(device: torch.device) -> torch.cuda.device:

@@ -25,8 +25,8 @@ MOST_WAVES = 4
 MOST_QUERIES = 64
 """Beyond, the two-phase kernels are faster: a row tile of 64 for each head of a group costs what their 128 rows do."""
 
-GLUON = ((3, 6),)
-"""Versions of Triton that ``decode_hopper`` compiles with."""
+GLUON = (3, 5), (3, 9)
+"""The first and the last version of Triton that ``decode_hopper`` compiles with."""
 
 _MASK, _ROWS, _ALIGNED = 3, 4, 16  # bits of ``epilogue``, as in ``terms``
 
@@ -121,7 +121,8 @@ def _has_gluon() -> bool:
     """Whether this Triton has the language of ``decode_hopper`` as that is written: a young one, still in motion."""
     import triton
 
-    return tuple(int(n) for n in re.findall(r"\d+", triton.__version__)[:2]) in GLUON
+    version = tuple(int(n) for n in re.findall(r"\d+", triton.__version__)[:2])
+    return GLUON[0] <= version <= GLUON[1]
 
 
 def visible(terms: Terms, len_q: int, len_kv: int) -> int:

@@ -29,6 +29,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from . import decode_kernels, epilogue
 
+_copy = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # Triton 3.8 renamed it
 _part_of = gluon.jit(decode_kernels.part_of.fn)
 _finish_lse = gluon.jit(epilogue.finish_lse.fn)
 _FLOOR = gl.constexpr(epilogue.FLOOR.value)
@@ -45,7 +46,7 @@ def describe(t: torch.Tensor, cols: int) -> TensorDescriptor:
 def _fetch(x, b, h, col, d: gl.constexpr, buffer, ready, wanted):
     """Start the copy of a piece; ``ready`` completes a phase when it is there."""
     mbarrier.expect(ready, x.block_type.nbytes, pred=wanted)
-    tma.async_copy_global_to_shared(x, [b, h, col, d], ready, buffer, pred=wanted)
+    _copy(x, [b, h, col, d], ready, buffer, pred=wanted)
 
 
 @gluon.jit

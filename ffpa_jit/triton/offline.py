@@ -49,6 +49,8 @@ class Sample:
     workspace: int = 512 << 20
     grad_lse: bool = False
     transposed: bool = False
+    queries: int = 0
+    """Of a call with few queries, which has kernels of its own and no backward here; 0: as many as keys."""
 
 
 WHOLE = Sample()
@@ -63,6 +65,10 @@ SAMPLES = (
     Sample(grad_lse=True),  # of a call with return_lse
     Sample(1, 1, 1024, workspace=2 << 20),  # the workspace does not hold one head: two passes, keys in whole columns
     Sample(16, 1, 1024, workspace=2 << 20),  # nor a column of a group: two passes with float32 sums
+    Sample(queries=1),
+    Sample(length=4096, processors=132, queries=1),  # the keys are split
+    Sample(queries=32),
+    Sample(length=4096, processors=132, queries=32),
 )
 """Between them, every kernel that a forward or a backward with all three gradients launches."""
 
@@ -189,17 +195,23 @@ def compile_call(
 def _call(
     sample: Sample, arch: str, head_dim: int, dtype: torch.dtype, is_causal: bool, forward: bool, backward: bool
 ) -> None:
-    from ffpa_jit.triton import dense
+    from ffpa_jit.triton import decode, dense
     from ffpa_jit.triton.terms import Terms
 
-    def tensor(heads: int) -> torch.Tensor:
-        outer = (sample.length, heads) if sample.transposed else (heads, sample.length)
+    def tensor(heads: int, length: int = sample.length) -> torch.Tensor:
+        outer = (length, heads) if sample.transposed else (heads, length)
         x = torch.empty(2, *outer, head_dim, dtype=dtype, device="meta")
         return x.transpose(1, 2) if sample.transposed else x
 
     q, k, v = tensor(sample.heads), tensor(sample.heads_kv), tensor(sample.heads_kv)
     terms = Terms(head_dim**-0.5, is_causal)
-    common = {"arch": arch, "cap": sample.workspace}
+    if sample.queries:
+        if forward:
+            few = tensor(sample.heads, sample.queries)
+            with _replaced(decode, processors=lambda device: sample.processors):
+                decode.forward(few, k, v, terms, arch=arch, cap=sample.workspace)
+        return
+    common: dict[str, Any] = {"arch": arch, "cap": sample.workspace}
     with _replaced(dense, processors=lambda device: sample.processors):
         if forward and sample.workspace == WHOLE.workspace:
             dense.forward(q, k, v, terms, **common)

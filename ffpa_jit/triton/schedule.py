@@ -20,6 +20,15 @@ from functools import lru_cache
 TILE = 128
 """Edge of a workspace tile: 32 KiB of fp16/bf16, one TMA box on either side of the value phase."""
 
+def few_queries(len_q: int, head_dim: int) -> bool:
+    """Whether the kernels for few queries are faster than two phases.
+
+    They read keys and values once for every 64 rows of a group (32 above D=512); the two-phase kernels compute 128 rows
+    of each head whatever there are. On an H200 the two take the same time at about 64 queries (32).
+    """
+    return 0 < len_q <= (64 if head_dim <= 512 else 32)
+
+
 FORWARD_ROW_BYTES = 3 * 4
 """Per row of a tile: its float32 reference, sum and stored sum."""
 

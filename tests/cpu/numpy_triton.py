@@ -1,5 +1,5 @@
-"""As much of ``triton.language`` in NumPy as scalar programs take: a hundred times faster than Triton's interpreter, and
-an access outside of a tensor is an error."""
+"""As much of ``triton.language`` in NumPy as integer programs take: a hundred times faster than Triton's interpreter,
+and an access outside of a tensor is an error."""
 
 from __future__ import annotations
 

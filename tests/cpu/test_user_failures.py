@@ -12,7 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from ffpa_jit import ffpa_attn_backward, ffpa_attn_func, ffpa_attn_varlen_func
+from ffpa_jit import (
+    TritonBackend,
+    ffpa_attn_backward,
+    ffpa_attn_func,
+    ffpa_attn_varlen_backward,
+    ffpa_attn_varlen_func,
+)
 from tests import oracle
 from tests.options import VarlenCase, ring
 from tests.shapes import MaskKind, Packed, Shape, leaves, make, make_mask
@@ -22,18 +28,18 @@ pytest.importorskip("triton")
 HALF = torch.float16
 
 
-def attend(q, k, v, mask=None, **options):
+def attend(q, k, v, mask=None, memory=None, **options):
     options.setdefault("enable_gqa", q.shape[1] != k.shape[1])
-    return ffpa_attn_func(q, k, v, mask, backend="triton", return_lse=True, **options)
+    return ffpa_attn_func(q, k, v, mask, backend=TritonBackend(workspace_mb=memory), return_lse=True, **options)
 
 
 def test_r02_head_dims_up_to_256_are_left_alone_and_512_runs_causal_with_grouped_heads():
-    q, k, v, do = make(Shape(1, 16, 2, 10, 10, 512, True), HALF)
+    q, k, v, do = make(Shape(1, 8, 1, 10, 10, 512, True), HALF)
     rows = leaves(q, k, v)
     out, lse = attend(*rows, is_causal=True)
     grads = torch.autograd.grad(out, rows, do)
     oracle.check(q, k, v, out=out, lse=lse, grads=grads, grad_out=do, is_causal=True)
-    VarlenCase(Packed((4, 6), (4, 6), 16, 2, 512), is_causal=True).run(HALF)
+    VarlenCase(Packed((4, 6), (4, 6), 8, 1, 512), is_causal=True).run(HALF)
     small = [x[..., :256].float() for x in (q, k, v)]
     assert torch.equal(
         ffpa_attn_func(*small, is_causal=True, enable_gqa=True),
@@ -53,6 +59,25 @@ def test_r06_queries_at_an_offset_attend_to_shards_of_the_keys_and_keys_past_the
     out, lse = attend(rows[0], rows[1][:, :, :55], rows[2][:, :, :55], is_causal=True)
     grads = torch.autograd.grad(out, rows, do)
     oracle.check(q, k, v, out=out, lse=lse, grads=grads, grad_out=do, attn_mask=mask)
+
+
+def test_r06_packed_shards_of_the_keys_merge_as_well():
+    q, k, v, do = make(Shape(1, 2, 1, 20, 90, 264), HALF)
+    exact = oracle.attention(q, k, v, grad_out=do)
+    rows, keys, values, grad, out = (x[0].transpose(0, 1) for x in (q, k, v, do, exact.out.half()))
+    cu_q = torch.tensor([0, 20], dtype=torch.int32)
+    parts = []
+    for a, b in ((0, 30), (30, 90)):
+        cu_k = torch.tensor([0, b - a], dtype=torch.int32)
+        parts.append(
+            ffpa_attn_varlen_backward(
+                grad, rows, keys[a:b], values[a:b], out, exact.lse[0].float(), cu_q, cu_k, enable_gqa=True
+            )
+        )
+    dq = parts[0][0].float() + parts[1][0].float()
+    dk, dv = (torch.cat([part[i] for part in parts]) for i in (1, 2))
+    grads = tuple(x.half().transpose(0, 1)[None] for x in (dq, dk, dv))
+    oracle.check(q, k, v, out=exact.out.half(), grads=grads, grad_out=do)
 
 
 def test_r06_a_shard_without_a_visible_key_gives_zero_and_minus_infinity_and_never_raises():
@@ -89,9 +114,8 @@ def test_r10_views_of_one_projection_go_in_as_they_are():
 
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("what", ["bool", "half", "fp32"])
-@pytest.mark.parametrize("memory", ["512", "0"])
-def test_r13_all_false_rows_give_zero_output_and_gradients(monkeypatch, memory, what, is_causal):
-    monkeypatch.setenv("FFPA_JIT_WORKSPACE_MB", memory)
+@pytest.mark.parametrize("memory", [None, 0])
+def test_r13_all_false_rows_give_zero_output_and_gradients(memory, what, is_causal):
     shape = Shape(1, 2, 1, 33, 40, 264, is_causal)
     q, k, v, do = make(shape, HALF)
     mask = torch.ones(33, 40, dtype=torch.bool)
@@ -99,7 +123,7 @@ def test_r13_all_false_rows_give_zero_output_and_gradients(monkeypatch, memory, 
     if what != "bool":
         mask = torch.zeros(33, 40, dtype=HALF if what == "half" else torch.float32).masked_fill(~mask, -math.inf)
     rows = (*leaves(q, k, v), *([] if what == "bool" else [mask.requires_grad_()]))
-    out, lse = attend(*rows[:3], mask, is_causal=is_causal)
+    out, lse = attend(*rows[:3], mask, memory, is_causal=is_causal)
     grads = torch.autograd.grad((out, lse), rows, (do, torch.ones_like(lse)))
     for row in (7, 32):
         assert not out[:, :, row].any()
@@ -113,14 +137,13 @@ def test_r13_all_false_rows_give_zero_output_and_gradients(monkeypatch, memory, 
 
 
 @pytest.mark.parametrize("len_q", [1, 40])
-@pytest.mark.parametrize("memory", ["512", "0"])
-def test_r15_nan_beyond_the_last_key_never_leaks_through_a_mask(monkeypatch, memory, len_q):
-    monkeypatch.setenv("FFPA_JIT_WORKSPACE_MB", memory)
+@pytest.mark.parametrize("memory", [None, 0])
+def test_r15_nan_beyond_the_last_key_never_leaks_through_a_mask(memory, len_q):
     shape = Shape(1, 2, 1, len_q, 131, 264)
     q, k, v, do = make(shape, HALF, layout="sliced")
     mask = make_mask(MaskKind("half", "bhqk", "random", "sliced"), shape, HALF)
     rows = (*leaves(q, k, v), mask.detach().requires_grad_())
-    out, lse = attend(*rows, window_size=(100, 3), softcap=9.0)
+    out, lse = attend(*rows, memory, window_size=(100, 3), softcap=9.0)
     grads = torch.autograd.grad(out, rows, do)
     oracle.check(
         q, k, v, out=out, lse=lse, grads=grads[:3], grad_mask=grads[3], grad_out=do, attn_mask=mask, window=(100, 3),

@@ -3,14 +3,14 @@
 the numerics are explained; what differs is where a program finds its tile: in ``tables``.
 
 ``tables`` = (head, row, key, chunk, low, high, task), ``c`` is the chunk. A launch handles ``sets`` sets of ``heads``
-query heads from ``head_first`` on: ``heads`` is 1, or a whole group where dK and dV add up over it. The slot of row tile
-``m``, key tile ``n`` and head ``j`` of a set in the workspace is ``(first of the set + slot of (m, n)) * heads + j``.
+query heads from ``head_first`` on: ``heads`` is 1, or a whole group where dK and dV add up over it. The slot of row
+tile ``m``, key tile ``n`` and head ``j`` of a set is ``(first of the set + slot of (m, n)) * heads + j``.
 
 What lies beyond a segment belongs to another document, or to nobody, and may be NaN. Scores there are cut to -inf by
-each row's range, dS is 0 where P is, and a last row tile that is not whole is stored through pointers. A contraction's
+each row's range, dS is 0 where P is, and tiles are stored through pointers, up to the end of the segment. A contraction's
 last step reads beyond the segment, where it multiplies by zeros. Without TMA those loads are masked. With TMA they
 cannot be; if ``inspect`` finds something there that is not finite, the value kernels (``GUARD`` 1) return at once, and
-the same ones without TMA (``GUARD`` 2) do the work.
+the same ones without TMA (``GUARD`` 2), a few programs that take turns, do the work.
 
 Row references need no extra products here: documents are short, so the tile that they are taken from is computed first
 and kept (``SAMPLE``).
@@ -50,6 +50,8 @@ from ffpa_jit.triton.ragged.tables import (
     S_KEY,
     S_ROW,
     UNSAFE,
+    band_of,
+    before,
 )
 from ffpa_jit.triton.score import from_storage, score_tile, to_storage
 from ffpa_jit.triton.value import _multiply, _zeros
@@ -93,8 +95,8 @@ def score_forward(
 ):  # fmt: skip
     """P tiles of a chunk; for each row of a tile its reference, its sum, and the sum of the rounded P.
 
-    With SAMPLE a program has a row tile, computes its sample tile and writes the references, [Hq, padded]; without, it has
-    a task, and those that are sample tiles are done.
+    With SAMPLE a program has a row tile, computes its sample tile and writes the references, [Hq, padded]; without, it
+    has a task, and those that are sample tiles are done.
     """
     pid = tl.program_id(0)
     first, row_tiles, base, slots = _chunk(tables, c)
@@ -160,7 +162,7 @@ def combine(
     head_first, sets, len_q, c,
     CHUNK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """As ``rows.combine``: one reference for the tiles of a row, ``keep_scale / sum of rounded P``, and LSE [Hq, Tq]."""
+    """As ``rows.combine``: one reference for the tiles of a row, ``keep_scale / sum of rounded P``, LSE [Hq, Tq]."""
     pid = tl.program_id(0)
     first, row_tiles, base, slots = _chunk(tables, c)
     if pid >= row_tiles * sets:
@@ -369,21 +371,12 @@ def _elsewhere(tables, GUARD: tl.constexpr):
 
 @triton.jit
 def _store(
-    x, x_tail, plain, acc, tail, h, row, end, d,
-    D: tl.constexpr, BLOCK_N: tl.constexpr, TAIL: tl.constexpr, TMA: tl.constexpr, TILE: tl.constexpr,
+    x, acc, tail, h, row, end, d, D: tl.constexpr, BLOCK_N: tl.constexpr, TAIL: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Store rows up to ``end``: what lies beyond belongs to another document."""
-    whole = False
-    if TMA:
-        whole = row + TILE <= end
-        if whole:
-            store_2d(x, row * 0, h, row, d, end, acc, D, TILE, BLOCK_N, TMA)
-            if TAIL > 0:
-                store_2d(x_tail, row * 0, h, row, d + BLOCK_N, end, tail, D, TILE, TAIL, TMA)
-    if not whole:
-        store_2d(plain, row * 0, h, row, d, end, acc, D, TILE, BLOCK_N, False)
-        if TAIL > 0:
-            store_2d(plain, row * 0, h, row, d + BLOCK_N, end, tail, D, TILE, TAIL, False)
+    """Store rows up to ``end``, through pointers: what lies beyond belongs to another document."""
+    store_2d(x, row * 0, h, row, d, end, acc, D, TILE, BLOCK_N, False)
+    if TAIL > 0:
+        store_2d(x, row * 0, h, row, d + BLOCK_N, end, tail, D, TILE, TAIL, False)
 
 
 @triton.jit
@@ -404,21 +397,18 @@ def _row_side(
     return acc, tail
 
 
-@triton.jit(do_not_specialize=_COUNTS)
-def value_forward(
-    p_tiles, v, v_tail, out, out_tail, out_plain, tables, inverse_sum_ptr, head_first, sets, group, c,
-    D: tl.constexpr, BLOCK_N: tl.constexpr, TAIL: tl.constexpr, BLOCK_K: tl.constexpr, GUARD: tl.constexpr,
-    TMA: tl.constexpr, TILE: tl.constexpr,
+@triton.jit
+def _output_tile(
+    pid, operands, tables, inverse_sum_ptr, head_first, sets, group, chunk,
+    D: tl.constexpr, BLOCK_N: tl.constexpr, TAIL: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr,
+    TILE: tl.constexpr,
 ):  # fmt: skip
-    """O of a chunk's row tiles."""
+    """O of a row tile, ``BLOCK_N + TAIL`` columns."""
     STEP: tl.constexpr = BLOCK_N + TAIL
     D_TILES: tl.constexpr = (D + STEP - 1) // STEP
-    pid = tl.program_id(0)
-    first, row_tiles, base, slots = _chunk(tables, c)
-    i = pid // (sets * D_TILES)
-    if (i >= row_tiles) | _elsewhere(tables, GUARD):
-        return
-    i = row_tiles - 1 - i  # the last row tile of a document is the longest under a causal mask
+    p_tiles, v, v_tail, out = operands
+    first, row_tiles, base, slots = chunk
+    i = row_tiles - 1 - pid // (sets * D_TILES)  # the last row tile of a document is the longest under a causal mask
     z = pid // D_TILES % sets
     d = pid % D_TILES * STEP
     h = head_first + z
@@ -427,8 +417,30 @@ def value_forward(
     acc, tail = _row_side(p_tiles, v, v_tail, record, slot, 1, h // group, d,
                           D, BLOCK_N, TAIL, BLOCK_K, TMA, TILE)  # fmt: skip
     inverse = tl.load(inverse_sum_ptr + (z * row_tiles + i) * TILE + tl.arange(0, TILE))[:, None]
-    _store(out, out_tail, out_plain, acc * inverse, tail * inverse, h, tl.load(record + R_ROW),
-           tl.load(record + R_ROW_END), d, D, BLOCK_N, TAIL, TMA, TILE)  # fmt: skip
+    _store(out, acc * inverse, tail * inverse, h, tl.load(record + R_ROW), tl.load(record + R_ROW_END), d,
+           D, BLOCK_N, TAIL, TILE)  # fmt: skip
+
+
+@triton.jit(do_not_specialize=_COUNTS)
+def value_forward(
+    p_tiles, v, v_tail, out, tables, inverse_sum_ptr, head_first, sets, group, c,
+    D: tl.constexpr, BLOCK_N: tl.constexpr, TAIL: tl.constexpr, BLOCK_K: tl.constexpr, GUARD: tl.constexpr,
+    TMA: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """O of a chunk's row tiles."""
+    operands = (p_tiles, v, v_tail, out)
+    chunk = _chunk(tables, c)
+    programs = chunk[1] * sets * ((D + BLOCK_N + TAIL - 1) // (BLOCK_N + TAIL))
+    pid = tl.program_id(0)
+    if (pid >= programs) | _elsewhere(tables, GUARD):
+        return
+    if GUARD == 2:
+        for each in tl.range(pid, programs, tl.num_programs(0)):
+            _output_tile(each, operands, tables, inverse_sum_ptr, head_first, sets, group, chunk,
+                         D, BLOCK_N, TAIL, BLOCK_K, TMA, TILE)  # fmt: skip
+    else:
+        _output_tile(pid, operands, tables, inverse_sum_ptr, head_first, sets, group, chunk,
+                     D, BLOCK_N, TAIL, BLOCK_K, TMA, TILE)  # fmt: skip
 
 
 @triton.jit
@@ -453,26 +465,29 @@ def _add(sum_ptr, grad, x, scale, h, key, key_end, d, continued, finished, D: tl
 
 @triton.jit
 def _key_tile(
-    at_tiles, x, x_tail, grad, grad_tail, grad_plain, tables, sum_ptr, scale, record, place, chunk,
+    at_tiles, x, x_tail, grad, tables, sum_ptr, scale, record, place, chunk,
     D: tl.constexpr, BLOCK_N: tl.constexpr, TAIL: tl.constexpr, BLOCK_K: tl.constexpr, PARTIAL: tl.constexpr,
     TMA: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """``A^T X`` of a key tile over the heads of a group and the rows of the chunk that see it."""
     g, heads, h, h_key, d = place
-    first, row_tiles, base, slots = chunk
+    first, row_tiles, base, slots, left, right = chunk
     key, key_end = tl.load(record + K_KEY), tl.load(record + K_KEY_END)
     row, row_end = tl.load(record + K_ROW), tl.load(record + K_ROW_END)
     row_tile = tl.load(record + K_ROW_TILE)
     start = max(tl.load(record + K_FROM), (first - row_tile) * TILE) // BLOCK_K
     end = min(tl.load(record + K_TO), (first + row_tiles - row_tile) * TILE)
     steps = max((end + BLOCK_K - 1) // BLOCK_K - start, 0)
-    slot = g * slots - base + tl.load(record + K_TILE)
+    tile = tl.load(record + K_TILE)
+    band = band_of(row_end - row, key_end - key + tile * TILE, left, right, TILE)
+    begin = start * BLOCK_K // TILE
+    there = tables[1] + (row_tile + begin) * RECORD
+    slot = g * slots - base + tile + tl.load(there + R_SLOT) - tl.load(there + R_LOW) - before(begin, band)
     acc, tail = _zeros(BLOCK_N, TAIL, TILE)
     for i in tl.range(0, steps * heads):
         j = i // steps
         m = (start + i % steps) * BLOCK_K
-        there = tables[1] + (row_tile + m // TILE) * RECORD
-        at = (slot + tl.load(there + R_SLOT) - tl.load(there + R_LOW)) * heads + j
+        at = (slot + before(m // TILE, band)) * heads + j
         a = load_tile(at_tiles, at * TILE + m % TILE, 0, BLOCK_K, TILE, TILE, TMA).T
         acc, tail = _multiply(acc, tail, a, x, x_tail, g * 0, h + j, row + m, row_end, d,
                               D, BLOCK_N, TAIL, BLOCK_K, TMA)  # fmt: skip
@@ -480,20 +495,74 @@ def _key_tile(
         cut = tl.load(record + K_CUT) != 0
         continued = cut & (first > row_tile)
         finished = (cut == 0) | (first + row_tiles >= tl.load(record + K_ROW_TILE_END))
-        sums = sum_ptr + (tl.load(record + K_TILE) * TILE).to(tl.int64) * D
-        _add(sums, grad_plain, acc, scale, h_key, key, key_end, d, continued, finished, D, BLOCK_N, TILE)
+        sums = sum_ptr + (tile * TILE).to(tl.int64) * D
+        _add(sums, grad, acc, scale, h_key, key, key_end, d, continued, finished, D, BLOCK_N, TILE)
         if TAIL > 0:
-            _add(sums, grad_plain, tail, scale, h_key, key, key_end, d + BLOCK_N, continued, finished, D, TAIL, TILE)
+            _add(sums, grad, tail, scale, h_key, key, key_end, d + BLOCK_N, continued, finished, D, TAIL, TILE)
+    return acc, tail, key, key_end
+
+
+@triton.jit
+def _gradient_tile(
+    pid, key_programs, operands, tables, sum_ptr, sum_rows, grad_scale_ptr, scale, value_scale, head_first, heads, sets,
+    group, key_first, chunk,
+    D: tl.constexpr, BLOCK_N: tl.constexpr, TAIL: tl.constexpr, BLOCK_K: tl.constexpr, NEED_DQ: tl.constexpr,
+    NEED_DK: tl.constexpr, NEED_DV: tl.constexpr, PARTIAL: tl.constexpr, SCALED: tl.constexpr, TMA: tl.constexpr,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    """dK or dV of a key tile, or dQ of a row tile, ``BLOCK_N + TAIL`` columns."""
+    STEP: tl.constexpr = BLOCK_N + TAIL
+    D_TILES: tl.constexpr = (D + STEP - 1) // STEP
+    KEYS: tl.constexpr = (1 if NEED_DK else 0) + (1 if NEED_DV else 0)
+    p_t_tiles, ds_tiles, ds_t_tiles, q, q_tail, k, k_tail, do, do_tail, dq, dk, dv = operands
+    first, row_tiles, base, slots, left, right = chunk
+    d = pid % D_TILES * STEP
+    is_query = NEED_DQ
+    if NEED_DQ and KEYS > 0:
+        is_query = pid >= key_programs
+    # The three differ in operands only, but a descriptor cannot be chosen at run time. One store serves them all, because
+    # Triton 3.6 overlays the shared memory of three products only if nothing follows them.
+    if is_query:
+        t = (pid - key_programs) // D_TILES
+        z = t % (sets * heads)
+        h = head_first + z
+        h_key = h // group
+        record = tables[1] + (first + row_tiles - 1 - t // (sets * heads)) * RECORD
+        slot = (z // heads * slots + tl.load(record + R_SLOT) - base) * heads + z % heads
+        acc, tail = _row_side(ds_tiles, k, k_tail, record, slot, heads, h_key, d,
+                              D, BLOCK_N, TAIL, BLOCK_K, TMA, TILE)  # fmt: skip
+        row, end = tl.load(record + R_ROW), tl.load(record + R_ROW_END)
+        x, stride_h, stride_n = _parts(dq)
+        store = True
     else:
-        _store(grad, grad_tail, grad_plain, acc * scale, tail * scale, h_key, key, key_end, d,
-               D, BLOCK_N, TAIL, TMA, TILE)  # fmt: skip
+        t = pid // D_TILES
+        is_dk = NEED_DK
+        if NEED_DK and NEED_DV:
+            is_dk = t % 2 == 0
+        t = t // KEYS
+        g = t % sets
+        h_key = (head_first + g * heads) // group
+        h = h_key
+        record = tables[2] + (key_first + t // sets) * RECORD
+        place = (g, heads, head_first + g * heads, h_key, d)
+        if is_dk:
+            acc, tail, row, end = _key_tile(ds_t_tiles, q, q_tail, dk, tables, sum_ptr, scale, record, place, chunk,
+                                            D, BLOCK_N, TAIL, BLOCK_K, PARTIAL, TMA, TILE)  # fmt: skip
+            x, stride_h, stride_n = _parts(dk)
+        else:
+            sums = sum_ptr
+            if PARTIAL:
+                sums += sum_rows.to(tl.int64) * D
+            acc, tail, row, end = _key_tile(p_t_tiles, do, do_tail, dv, tables, sums, value_scale, record, place, chunk,
+                                            D, BLOCK_N, TAIL, BLOCK_K, PARTIAL, TMA, TILE)  # fmt: skip
+            x, stride_h, stride_n = _parts(dv)
+            scale = value_scale
 
 
-@triton.jit(do_not_specialize=[*_COUNTS, "sum_rows"])
+@triton.jit(do_not_specialize=[*_COUNTS, "sum_rows", "left", "right"])
 def value_backward(
-    p_t_tiles, ds_tiles, ds_t_tiles, q, q_tail, k, k_tail, do, do_tail,
-    dq, dq_tail, dq_plain, dk, dk_tail, dk_plain, dv, dv_tail, dv_plain,
-    tables, sum_ptr, sum_rows, grad_scale_ptr, scale, value_scale, head_first, heads, sets, group, c,
+    p_t_tiles, ds_tiles, ds_t_tiles, q, q_tail, k, k_tail, do, do_tail, dq, dk, dv,
+    tables, sum_ptr, sum_rows, grad_scale_ptr, scale, value_scale, head_first, heads, sets, group, c, left, right,
     D: tl.constexpr, BLOCK_N: tl.constexpr, TAIL: tl.constexpr, BLOCK_K: tl.constexpr, NEED_DQ: tl.constexpr,
     NEED_DK: tl.constexpr, NEED_DV: tl.constexpr, PARTIAL: tl.constexpr, SCALED: tl.constexpr, GUARD: tl.constexpr,
     TMA: tl.constexpr, TILE: tl.constexpr,
@@ -502,58 +571,29 @@ def value_backward(
 
     With PARTIAL the sums of segments that the chunk does not finish go to a float32 buffer [2, sum_rows, D].
     """
-    STEP: tl.constexpr = BLOCK_N + TAIL
-    D_TILES: tl.constexpr = (D + STEP - 1) // STEP
+    D_TILES: tl.constexpr = (D + BLOCK_N + TAIL - 1) // (BLOCK_N + TAIL)
     KEYS: tl.constexpr = (1 if NEED_DK else 0) + (1 if NEED_DV else 0)
-    pid = tl.program_id(0)
-    chunk = _chunk(tables, c)
-    first, row_tiles, base, slots = chunk
+    first, row_tiles, base, slots = _chunk(tables, c)
     here = tables[3] + c * CHUNK_RECORD
     key_first = tl.load(here + 3)
-    key_tiles = tl.load(here + CHUNK_RECORD + 4) - key_first
-    key_programs = key_tiles * (sets * D_TILES * KEYS)
+    key_programs = (tl.load(here + CHUNK_RECORD + 4) - key_first) * (sets * D_TILES * KEYS)
     programs = key_programs
     if NEED_DQ:
         programs += row_tiles * heads * sets * D_TILES
+    pid = tl.program_id(0)
     if (pid >= programs) | _elsewhere(tables, GUARD):
         return
-    spoilt = tl.load(tables[0] + MALFORMED) != 0
-    scale = tl.where(spoilt, float("nan"), scale)
-    value_scale = tl.where(spoilt, float("nan"), value_scale)
-    d = pid % D_TILES * STEP
-    if NEED_DQ:  # noqa: SIM102
-        if pid >= key_programs:
-            t = (pid - key_programs) // D_TILES
-            z = t % (sets * heads)
-            h = head_first + z
-            record = tables[1] + (first + row_tiles - 1 - t // (sets * heads)) * RECORD
-            slot = (z // heads * slots + tl.load(record + R_SLOT) - base) * heads + z % heads
-            acc, tail = _row_side(ds_tiles, k, k_tail, record, slot, heads, h // group, d,
-                                  D, BLOCK_N, TAIL, BLOCK_K, TMA, TILE)  # fmt: skip
-            if SCALED:
-                scale = scale / tl.load(grad_scale_ptr + h // group)
-            _store(dq, dq_tail, dq_plain, acc * scale, tail * scale, h, tl.load(record + R_ROW),
-                   tl.load(record + R_ROW_END), d, D, BLOCK_N, TAIL, TMA, TILE)  # fmt: skip
-    if KEYS > 0:  # noqa: SIM102
-        if pid < key_programs:
-            t = pid // D_TILES
-            is_dk = NEED_DK
-            if NEED_DK and NEED_DV:
-                is_dk = t % 2 == 0
-            t = t // KEYS
-            g = t % sets
-            h = head_first + g * heads
-            record = tables[2] + (key_first + t // sets) * RECORD
-            place = (g, heads, h, h // group, d)
-            if SCALED:
-                scale = scale / tl.load(grad_scale_ptr + h // group)
-            # The two differ in operands only, but a descriptor cannot be chosen at run time.
-            if is_dk:
-                _key_tile(ds_t_tiles, q, q_tail, dk, dk_tail, dk_plain, tables, sum_ptr, scale, record, place, chunk,
-                          D, BLOCK_N, TAIL, BLOCK_K, PARTIAL, TMA, TILE)  # fmt: skip
-            else:
-                sums = sum_ptr
-                if PARTIAL:
-                    sums += sum_rows.to(tl.int64) * D
-                _key_tile(p_t_tiles, do, do_tail, dv, dv_tail, dv_plain, tables, sums, value_scale, record, place,
-                          chunk, D, BLOCK_N, TAIL, BLOCK_K, PARTIAL, TMA, TILE)  # fmt: skip
+    malformed = tl.load(tables[0] + MALFORMED) != 0
+    scale = tl.where(malformed, float("nan"), scale)
+    value_scale = tl.where(malformed, float("nan"), value_scale)
+    operands = (p_t_tiles, ds_tiles, ds_t_tiles, q, q_tail, k, k_tail, do, do_tail, dq, dk, dv)
+    chunk = (first, row_tiles, base, slots, left, right)
+    if GUARD == 2:
+        for each in tl.range(pid, programs, tl.num_programs(0)):
+            _gradient_tile(each, key_programs, operands, tables, sum_ptr, sum_rows, grad_scale_ptr, scale, value_scale,
+                           head_first, heads, sets, group, key_first, chunk, D, BLOCK_N, TAIL, BLOCK_K,
+                           NEED_DQ, NEED_DK, NEED_DV, PARTIAL, SCALED, TMA, TILE)  # fmt: skip
+    else:
+        _gradient_tile(pid, key_programs, operands, tables, sum_ptr, sum_rows, grad_scale_ptr, scale, value_scale,
+                       head_first, heads, sets, group, key_first, chunk, D, BLOCK_N, TAIL, BLOCK_K,
+                       NEED_DQ, NEED_DK, NEED_DV, PARTIAL, SCALED, TMA, TILE)  # fmt: skip

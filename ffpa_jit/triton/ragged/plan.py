@@ -1,8 +1,8 @@
 """What the host knows of a packed batch without reading ``cu_seqlens``: bounds of every table, the rounds of a call.
 
 Documents become *segments*. A document longer than ``short`` rows or keys is one. Runs of shorter ones are packed into
-a segment if their rows and their keys begin in the same window of ``window`` indices: it has at most one tile of either.
-The rows and keys beyond the last document form the last segment, in which nobody sees anything.
+a segment if their rows and their keys begin in the same window of ``window`` indices: it has at most one tile of
+either. The rows and keys beyond the last document form the last segment, in which nobody sees anything.
 
 A segment is cut into tiles of 128 rows and 128 keys; a row tile has a *slot* of the workspace for each key tile that it
 sees, at least one, numbered through all row tiles. The score phase takes up to ``group_rows`` neighbouring row tiles of
@@ -10,9 +10,9 @@ a segment together and walks the columns, so that their keys come from L2; what 
 
 Rounds. Heads whose slots fit the workspace together make a round. Where one head (for dK and dV: one group of heads)
 does not fit, it is cut into *chunks* of row tiles, by slot number. A chunk ends with a group of row tiles or, when dK
-and dV are wanted, with a segment, so that their sums are finished inside. Only segments of more than ``cut_above`` tiles
-are then cut at groups: they have chunks of their own (``fenced``), over which dK and dV are added up in float32. How
-many chunks there are, the host only bounds; the programs of those that turn out empty return at once.
+and dV are wanted, with a segment, so that their sums are finished inside. Only segments of more than ``cut_above``
+tiles are then cut at groups: they have chunks of their own (``fenced``), over which dK and dV are added up in float32.
+How many chunks there are, the host only bounds; the programs of those that turn out empty return at once.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import torch
 from ffpa_jit.triton import rows
 from ffpa_jit.triton.configs import score_tiling, uses_tma, value_tiling
 from ffpa_jit.triton.dense import EXPONENT_WINDOW, _grad_scale
-from ffpa_jit.triton.launch import bind, bind_tiles, operand
+from ffpa_jit.triton.launch import bind, bind_tiles, operand, processors
 from ffpa_jit.triton.ragged import kernels, tables
 from ffpa_jit.triton.ragged.plan import (
     Batch,
@@ -150,6 +150,10 @@ class _Call:
                 BLOCK_D=128, SIDE=side, num_warps=4,
             )  # fmt: skip
 
+    def grid(self, programs: int, guard: int) -> int:
+        """Programs of a value kernel: few of the variant that hardly ever has to work."""
+        return min(programs, processors(self.device)) if guard == 2 else programs
+
     def run(self) -> None:
         r = self.rounds
         sets = self.heads // r.heads
@@ -191,7 +195,7 @@ class _Forward(_Call):
         columns = w.block_n, w.tail
         self.variants = [
             (guard, tma, [bind_tiles(self.p, TILE, w.block_k, tma), *self.bound(v, w.block_k, columns, tma),
-                          *self.bound(out, TILE, columns, tma), bind(out, TILE, w.block_n, False)])
+                          *self.bound(out, TILE, columns[:1], False)])
             for guard, tma in zip(self.guards, (self.tma, False), strict=False)
         ]  # fmt: skip
         self.inspect(v, w.block_k, 1)
@@ -210,8 +214,9 @@ class _Forward(_Call):
             self.p, self.tables.views, *self.stats, self.inverse_sum, self.lse, self.terms.keep_scale, head_first, sets,
             self.len_q, c, CHUNK=16, TILE=TILE, num_warps=4,
         )  # fmt: skip
+        programs = sets * r.rows * -(-self.head_dim // w.width)
         for guard, tma, operands in self.variants:
-            kernels.value_forward[(sets * r.rows * -(-self.head_dim // w.width),)](
+            kernels.value_forward[(self.grid(programs, guard),)](
                 *operands, self.tables.views, self.inverse_sum, head_first, sets, self.group, c, D=self.head_dim,
                 BLOCK_N=w.block_n, TAIL=w.tail, BLOCK_K=w.block_k, GUARD=guard, TMA=tma, TILE=TILE, **w.options(),
             )  # fmt: skip
@@ -275,7 +280,7 @@ class _Backward(_Call):
         for x in inputs:
             operands += self.bound(x, w.block_k, columns, tma)
         for target in targets:
-            operands += [*self.bound(target, TILE, columns, tma), *self.bound(target, TILE, (w.block_n,), False)]
+            operands += self.bound(target, TILE, columns[:1], False)
         return operands
 
     def _row_terms(self, do: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> list[torch.Tensor]:
@@ -315,10 +320,11 @@ class _Backward(_Call):
         r, w = self.rounds, self.wide
         _, heads, sets, _ = place
         programs = sets * self.batch.key_tiles * (need_dk + need_dv) + (sets * heads * r.rows if need_dq else 0)
+        programs *= -(-self.head_dim // w.width)
         for guard, tma, operands in self.variants:
-            kernels.value_backward[(programs * -(-self.head_dim // w.width),)](
+            kernels.value_backward[(self.grid(programs, guard),)](
                 *operands, self.tables.views, self.sums, self.batch.wide * TILE, self.grad_scale, self.terms.scale,
-                self.terms.keep_scale, *place, c, D=self.head_dim, BLOCK_N=w.block_n, TAIL=w.tail, BLOCK_K=w.block_k,
-                NEED_DQ=need_dq, NEED_DK=need_dk, NEED_DV=need_dv, PARTIAL=r.partial, SCALED=self.scaled, GUARD=guard,
-                TMA=tma, TILE=TILE, **w.options(),
+                self.terms.keep_scale, *place, c, self.batch.left, self.batch.right, D=self.head_dim,
+                BLOCK_N=w.block_n, TAIL=w.tail, BLOCK_K=w.block_k, NEED_DQ=need_dq, NEED_DK=need_dk, NEED_DV=need_dv,
+                PARTIAL=r.partial, SCALED=self.scaled, GUARD=guard, TMA=tma, TILE=TILE, **w.options(),
             )  # fmt: skip

@@ -12,8 +12,8 @@ writes what is one value per row or per task. Positions in these tables are int3
     task      the row tile of each task of a chunk | its key tile, -1 for none
 
 Malformed ``cu_seqlens`` (not beginning at 0, decreasing, beyond the tensor, or with a document longer than was said)
-leave only the last segment, so that nothing is read or written where it should not be, and a mark that makes all results
-NaN.
+leave only the last segment, so that nothing is read or written where it should not be, and a mark that makes all
+results NaN.
 """
 
 import triton
@@ -219,7 +219,7 @@ def _row_records(segment, size, row, row_marks, segments, row_tiles, left, right
         group = tl.minimum(group_rows, m_tiles - (m - place))
         group_end = tl.minimum((m - place + group) * TILE, nq)
         _, group_high = _seen_by((m - place) * TILE, group_end - 1, nq, nk, packed, last, left, right)
-        # A first row tile may see nothing where a later one does: its range is then empty at key 0, and theirs begin too.
+        # A first row tile may see nothing where a later one does. Its range is then empty at key 0; theirs begin there.
         begin_low, _ = _seen_by((m - place) * TILE, tl.minimum((m - place + 1) * TILE, nq) - 1, nq, nk, packed, last,
                                 left, right)  # fmt: skip
         task = group * ((group_high + TILE - 1) // TILE - begin_low // TILE)
@@ -329,6 +329,34 @@ def _chunks(segment, size, row, chunk, row_tiles, chunks, stride, steps, BLOCK: 
         tl.store(to + 2, tl.load(record + R_SLOT, mask=inside, other=0), mask=inside)
         tl.store(to + 3, tl.where(first == 0, 0, key_first), mask=inside)
         tl.store(to + 4, tl.where(within, key_after, key_first), mask=inside)
+
+
+@triton.jit
+def _sum_below(x):
+    """``0 + 1 + .. + (x - 1)``, 0 if x is negative. Differences are right where it overflows."""
+    x = tl.maximum(x, 0)
+    return (x // 2) * (x - 1 + x % 2)
+
+
+@triton.jit
+def band_of(nq, nk, left, right, TILE: tl.constexpr):
+    """(low, high, key tiles): row tile ``m`` of a document sees the key tiles [m + low, m + high), cut at both ends."""
+    at = nk - nq
+    base = nq // TILE + 2  # keeps divisions off negative numbers, of which they round up
+    low = (tl.maximum(at - left, -base * TILE) + base * TILE) // TILE - base
+    high = (tl.minimum(at + right, nk) + base * TILE + TILE - 1) // TILE - base + 1
+    return low, high, (nk + TILE - 1) // TILE
+
+
+@triton.jit
+def before(m, band):
+    """Slots before row tile ``m``, less its first key tile, counted from where the band's rows begin to see keys.
+
+    For the key side: a load of R_SLOT in its loop would take a stage of the pipeline.
+    """
+    low, high, n_tiles = band
+    wide = _sum_below(m + high) - _sum_below(m + high - n_tiles)
+    return wide - _sum_below(m + low) - tl.maximum(m + low, 0)
 
 
 @triton.jit(do_not_specialize=[
