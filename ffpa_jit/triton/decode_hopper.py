@@ -68,8 +68,11 @@ def _store_piece(out, line, inside, d: gl.constexpr, o, SPLIT: gl.constexpr, D: 
 
 
 @gluon.jit(
-    do_not_specialize=["len_q", "len_kv", "heads_kv", "group", "row_tiles", "splits", "left", "right", "keep_scale"]
-)
+    do_not_specialize=[
+        "reference_ptr", "sum_ptr", "keep_scale", "len_q", "len_kv", "heads_kv", "group", "row_tiles", "splits",
+        "left", "right",
+    ]
+)  # fmt: skip
 def attend(
     q, k0, k1, v0, v1, out, partial, reference_ptr, sum_ptr, lse_ptr, scale_log2, keep_scale,
     len_q, len_kv, heads_kv, group, row_tiles, splits, left, right,

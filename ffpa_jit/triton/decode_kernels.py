@@ -103,12 +103,13 @@ def part_of(
     return tile, split, unit, begin, stop
 
 
-_COUNTS = [
-    "mods", "len_q", "len_kv", "heads_kv", "group", "row_tiles", "splits", "left", "right", "keep_scale",
+_VARYING = [
+    "reference_ptr", "sum_ptr", "mods", "keep_scale", "len_q", "len_kv", "heads_kv", "group", "row_tiles", "splits",
+    "left", "right",
 ]  # fmt: skip
 
 
-@triton.jit(do_not_specialize=_COUNTS)
+@triton.jit(do_not_specialize=_VARYING)
 def attend(
     q, k0, k1, k2, v0, v1, v2, out, partial, reference_ptr, sum_ptr, lse_ptr, mods, scale_log2, keep_scale,
     len_q, len_kv, heads_kv, group, row_tiles, splits, left, right,
@@ -209,7 +210,9 @@ def attend(
         _store_piece(target, line, inside, W0 + W1, acc2, SPLIT, D, W2)
 
 
-@triton.jit(do_not_specialize=["len_q", "heads_kv", "group", "splits", "keep_scale"])
+@triton.jit(
+    do_not_specialize=["reference_ptr", "sum_ptr", "keep_scale", "len_q", "heads_kv", "group", "splits"]
+)  # fmt: skip
 def combine(
     out, partial, reference_ptr, sum_ptr, lse_ptr, keep_scale, len_q, heads_kv, group, splits,
     D: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr,

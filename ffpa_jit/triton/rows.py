@@ -82,6 +82,13 @@ def combine(
                 tl.store(p, (tl.load(p).to(tl.float32) * factor[:, None]).to(p_ptr.dtype.element_ty))
 
 
+@triton.jit
+def tolerance(dtype: tl.constexpr):
+    """The excess that is not worth a pass over the tiles: less than rounding does to an element of dS."""
+    limit: tl.constexpr = 0.001953125 if dtype == tl.bfloat16 else 0.00048828125
+    return limit
+
+
 @triton.jit(do_not_specialize=_COUNTS)
 def refine(
     p_ptr, ds_ptr, row_sum_ptr, row_size_ptr, delta_ptr, grad_lse_ptr, grad_scale_ptr, skips, keep_scale,
@@ -92,7 +99,8 @@ def refine(
     """Take the error of ``delta`` out of dS where it is not small against dS itself; corrects ``delta`` as well.
 
     A row of exact dS sums to ``dlse`` (``P`` sums to one), so the excess of the computed sum is the error of delta:
-    ``dS -= P * excess``. Rows whose excess is below 2^-11 of their magnitudes' sum, the usual case, are left alone.
+    ``dS -= P * excess``. Rows whose excess is below ``tolerance`` of their magnitudes' sum, the usual case, are left
+    alone.
     With dropout the stored P is ``keep_scale`` as large; where it has left none, ``dS`` is ``-P * delta`` and is scaled
     with delta. (Not for a softcap, whose slope is in dS and unknown here.)
     """
@@ -118,7 +126,7 @@ def refine(
     row = row_first + m_tile * TILE + lanes
     if HAS_GRAD_LSE:
         excess -= scale * tl.load(grad_lse_ptr + head * len_q + row, mask=row < len_q, other=0.0)
-    excess = tl.where(tl.abs(excess) > size * 0.00048828125, excess, 0.0)
+    excess = tl.where(tl.abs(excess) > size * tolerance(ds_ptr.dtype.element_ty), excess, 0.0)
     if tl.max((excess != 0.0).to(tl.int32), 0) > 0:
         to = delta_ptr + head * tl.cdiv(len_q, TILE) * TILE + row
         delta = tl.load(to)

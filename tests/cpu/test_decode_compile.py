@@ -20,8 +20,9 @@ pytest.importorskip("triton")
 
 def compile_shipped(arch: str, head_dims: str, options: str) -> str:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, "bench/sweep_decode.py", "--compile-only", arch]
     done = subprocess.run(
-        [sys.executable, "bench/sweep_decode.py", "--compile-only", arch, "--head-dims", head_dims, "--options", options],
+        [*command, "--head-dims", head_dims, "--options", options],
         capture_output=True, text=True, cwd=ROOT, env={**environment, "PYTHONPATH": str(ROOT)}, timeout=900,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-2500:] + done.stderr[-1500:]

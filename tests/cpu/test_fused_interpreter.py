@@ -22,8 +22,8 @@ from ffpa_jit.triton.terms import Terms
 HALF = torch.float16
 ALL = (-1, -1)
 EVERY = (True, True, True, True)
-PLAIN = Shape(1, 2, 1, 50, 60, 72)
-SHORT = Shape(2, 4, 2, 20, 70, 72)
+PLAIN = Shape(1, 2, 1, 40, 50, 40)
+SHORT = Shape(2, 2, 1, 20, 40, 40)
 LARGE = Shape(1, 2, 1, 130, 150, 264)
 
 
@@ -84,7 +84,7 @@ def replaced_tiling(monkeypatch: pytest.MonkeyPatch, **fields: int) -> None:
 
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiles of 32 rows: the same code in a fraction of the time. 72 columns are two slices, lengths of 40 two tiles."""
+    """Tiles of 32 rows and slices of 48 columns: lengths of 40 are two tiles, and fewer programs see all of the code."""
     monkeypatch.setattr(fused, "TILE", 32)
     monkeypatch.setattr(fused, "tiles", lambda n: -(-n // 32))
     replaced_tiling(monkeypatch, block_n=32, tail=16, strip=32, block_k=32)
@@ -112,27 +112,27 @@ def test_forward_and_backward_match_the_oracle(shape):
 
 @small
 @pytest.mark.parametrize(
-    "shape", [PLAIN, Shape(2, 6, 2, 17, 100, 72, True), Shape(1, 5, 1, 40, 33, 40), Shape(3, 2, 2, 65, 31, 104)], ids=str
+    "shape", [PLAIN, Shape(2, 6, 2, 17, 40, 40, True), Shape(1, 3, 1, 33, 65, 104), Shape(3, 1, 1, 65, 31, 40)], ids=str
 )
 def test_small_tiles_match_the_oracle(shape):
     Case(shape, with_lse=True).run()
 
 
 @small
-@pytest.mark.parametrize("window", [(0, 0), (30, -1), (-1, 5), (40, 20), (1000, 1000)])
-@pytest.mark.parametrize("shape", [Shape(1, 2, 1, 90, 100, 72), Shape(1, 1, 1, 70, 20, 72)], ids=str)
+@pytest.mark.parametrize("window", [(0, 0), (30, -1), (-1, 5), (20, 1000)])
+@pytest.mark.parametrize("shape", [Shape(1, 1, 1, 90, 100, 40), Shape(1, 1, 1, 70, 20, 40)], ids=str)
 def test_a_window_limits_both_sides(shape, window):
     Case(shape, window=window).run()
 
 
 @small
 def test_a_window_goes_with_a_causal_mask():
-    Case(Shape(1, 2, 1, 90, 100, 72, True), window=(40, 100)).run()
+    Case(Shape(1, 1, 1, 90, 100, 40, True), window=(40, 100)).run()
 
 
 @small
 def test_tiles_out_of_the_window_are_not_read():
-    shape = Shape(1, 1, 1, 20, 200, 72)
+    shape = Shape(1, 1, 1, 20, 200, 40)
     q, k, v, do = make(shape, HALF)
     k[:, :, :128] = v[:, :, :128] = math.nan
     out, lse = fused.forward(q, k, v, Terms(0.1, window=(40, -1)), arch="interpreter")
@@ -148,7 +148,7 @@ def test_softcap(softcap):
 
 @small
 @pytest.mark.parametrize("dropout_p", [0.1, 0.9])
-@pytest.mark.parametrize("shape", [PLAIN, Shape(2, 2, 1, 40, 70, 72, True)], ids=str)
+@pytest.mark.parametrize("shape", [PLAIN, replace(SHORT, is_causal=True)], ids=str)
 def test_dropout_is_the_documented_stream(shape, dropout_p):
     Case(shape, dropout_p=dropout_p, with_lse=True).run()
 
@@ -180,7 +180,7 @@ def test_masks_and_their_gradients(mask):
 @small
 @pytest.mark.parametrize("dims", ["qk", "k", "q", ""])
 def test_the_gradient_of_a_mask_is_summed_over_what_it_broadcasts_over(dims):
-    Case(Shape(2, 2, 1, 70, 75, 72, True), MaskKind("fp32", dims, "values"), with_lse=True).run()
+    Case(Shape(2, 2, 1, 40, 45, 40, True), MaskKind("fp32", dims, "values"), with_lse=True).run()
 
 
 @small
@@ -190,7 +190,7 @@ def test_only_a_mask_may_require_a_gradient():
 
 @small
 def test_tiles_that_a_mask_empties_are_not_computed():
-    shape = Shape(1, 1, 1, 20, 200, 72)
+    shape = Shape(1, 1, 1, 20, 200, 40)
     q, k, v, _ = make(shape, HALF)
     k[:, :, :128] = v[:, :, :128] = math.nan
     mask = (torch.arange(200) >= 128)[None, None, None]
@@ -207,7 +207,7 @@ CROSSED = [
     Case(SHORT, MaskKind("half", "hqk", "random"), (10, 10), scale=0.0),
     Case(SHORT, MaskKind("half", "k", "values"), scale=-0.1, layout="last_stride"),
     Case(replace(SHORT, is_causal=True), None, (40, -1), 10.0, 0.3, layout="sliced"),
-    Case(Shape(1, 2, 1, 70, 75, 72, True), MaskKind("half", "qk", "random"), (50, -1), 15.0, 0.1, with_lse=True),
+    Case(Shape(1, 2, 1, 40, 45, 40, True), MaskKind("half", "qk", "random"), (30, -1), 15.0, 0.1, with_lse=True),
 ]
 
 
@@ -225,18 +225,18 @@ def test_whole_tiles_take_every_option():
 
 @small
 @pytest.mark.parametrize("tma", [True, False])
-@pytest.mark.parametrize(("block_n", "tail", "strip"), [(16, 0, 32), (32, 16, 64), (64, 32, 32)])
+@pytest.mark.parametrize(("block_n", "tail", "strip"), [(16, 0, 32), (32, 0, 64)])
 def test_tilings_and_pointers_change_nothing_but_roundings(monkeypatch, block_n, tail, strip, tma):
     replaced_tiling(monkeypatch, block_n=block_n, tail=tail, strip=strip, block_k=64)
     monkeypatch.setattr(fused, "uses_tma", lambda arch: tma)
-    for case in CROSSED[0], CROSSED[7]:
+    for case in CROSSED[0], CROSSED[2]:
         case.run()
 
 
 @small
 @pytest.mark.parametrize("layout", [x for x in LAYOUTS if x != "contiguous"])
 def test_any_strides_go_in(layout):
-    Case(Shape(1, 2, 2, 33, 65, 72, True), layout=layout).run()
+    Case(Shape(1, 2, 2, 20, 40, 40, True), layout=layout).run()
 
 
 @small
@@ -258,7 +258,7 @@ def test_nan_beyond_the_last_key_or_row_never_leaks(monkeypatch, is_causal, tma)
 
 @small
 def test_rows_without_keys_give_zero_whatever_the_values_are():
-    shape = Shape(1, 1, 1, 30, 10, 72, True)
+    shape = Shape(1, 1, 1, 30, 10, 40, True)
     q, k, v, _ = make(shape, HALF)
     v[0, 0, 0] = math.inf
     out, lse = fused.forward(q, k, v, Terms(0.1, True), arch="interpreter")
@@ -284,7 +284,7 @@ def test_empty_tensors_give_empty_or_zero_results(shape):
 @small
 @pytest.mark.parametrize("step", [6, 300])
 def test_rows_whose_maximum_moves_late_stay_exact(step):
-    shape = Shape(1, 1, 1, 130, 300, 72)
+    shape = Shape(1, 1, 1, 40, 300, 40)
     Case(shape).run(late_maximum(shape, HALF, step=step))
 
 
@@ -310,7 +310,7 @@ def test_nothing_but_results_and_row_vectors_is_allocated(monkeypatch):
         monkeypatch.setattr(
             torch, name, lambda *args, original=original, **kwargs: made.append(original(*args, **kwargs)) or made[-1]
         )
-    shape = Shape(1, 2, 1, 40, 70, 72)
+    shape = Shape(1, 2, 1, 40, 70, 40)
     q, k, v, do = make(shape, HALF)
     terms = Terms(0.1)
     out, lse = fused.forward(q, k, v, terms, arch="interpreter")

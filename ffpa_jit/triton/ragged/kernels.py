@@ -7,7 +7,7 @@ query heads from ``head_first`` on: ``heads`` is 1, or a whole group where dK an
 tile ``m``, key tile ``n`` and head ``j`` of a set is ``(first of the set + slot of (m, n)) * heads + j``.
 
 What lies beyond a segment belongs to another document, or to nobody, and may be NaN. Scores there are cut to -inf by
-each row's range, dS is 0 where P is, and tiles are stored through pointers, up to the end of the segment. A contraction's
+XX
 last step reads beyond the segment, where it multiplies by zeros. Without TMA those loads are masked. With TMA they
 cannot be; if ``inspect`` finds something there that is not finite, the value kernels (``GUARD`` 1) return at once, and
 the same ones without TMA (``GUARD`` 2), a few programs that take turns, do the work.
@@ -65,6 +65,12 @@ def _chunk(tables, c):
     here = tables[3] + c * CHUNK_RECORD
     tile, slot = tl.load(here), tl.load(here + 2)
     return tile, tl.load(here + CHUNK_RECORD) - tile, slot, tl.load(here + CHUNK_RECORD + 2) - slot
+
+
+@triton.jit
+def _spoilt(tables, x):
+    """``x``, or NaN if ``cu_seqlens`` are malformed."""
+    return tl.where(tl.load(tables[0] + MALFORMED) != 0, float("nan"), x)
 
 
 @triton.jit
@@ -195,7 +201,7 @@ def combine(
         total += tl.sum(tl.where(part != 0.0, part * factor, 0.0), 0)
         mass += tl.sum(tl.where(part != 0.0, tl.load(tile_mass_ptr + at, mask=there, other=0.0) * factor, 0.0), 0)
 
-    spoilt = tl.where(tl.load(tables[0] + MALFORMED) != 0, float("nan"), 0.0)
+    spoilt = _spoilt(tables, 0.0)
     tl.store(inverse_sum_ptr + pid * TILE + lanes, tl.where(total == 0.0, 0.0, keep_scale / mass) + spoilt)
     rows = tl.load(record + R_ROW) + lanes
     to = lse_ptr + (head_first + z).to(tl.int64) * len_q + rows
@@ -465,7 +471,7 @@ def _add(sum_ptr, grad, x, scale, h, key, key_end, d, continued, finished, D: tl
 
 @triton.jit
 def _key_tile(
-    at_tiles, x, x_tail, grad, tables, sum_ptr, scale, record, place, chunk,
+    at_tiles, x, x_tail, grad, tables, sum_ptr, scale, record, place, chunk, IS_DK: tl.constexpr,
     D: tl.constexpr, BLOCK_N: tl.constexpr, TAIL: tl.constexpr, BLOCK_K: tl.constexpr, PARTIAL: tl.constexpr,
     TMA: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
@@ -483,6 +489,8 @@ def _key_tile(
     begin = start * BLOCK_K // TILE
     there = tables[1] + (row_tile + begin) * RECORD
     slot = g * slots - base + tile + tl.load(there + R_SLOT) - tl.load(there + R_LOW) - before(begin, band)
+    if not IS_DK:
+        scale = _spoilt(tables, scale)
     acc, tail = _zeros(BLOCK_N, TAIL, TILE)
     for i in tl.range(0, steps * heads):
         j = i // steps
@@ -491,6 +499,10 @@ def _key_tile(
         a = load_tile(at_tiles, at * TILE + m % TILE, 0, BLOCK_K, TILE, TILE, TMA).T
         acc, tail = _multiply(acc, tail, a, x, x_tail, g * 0, h + j, row + m, row_end, d,
                               D, BLOCK_N, TAIL, BLOCK_K, TMA)  # fmt: skip
+    if IS_DK:
+        # If what follows the loops of dK and dV were the same, they would be made one and Triton 3.6 take their shared
+        # memory to be in use at the same time. So they ask for this at different times.
+        scale = _spoilt(tables, scale)
     if PARTIAL:
         cut = tl.load(record + K_CUT) != 0
         continued = cut & (first > row_tile)
@@ -499,7 +511,8 @@ def _key_tile(
         _add(sums, grad, acc, scale, h_key, key, key_end, d, continued, finished, D, BLOCK_N, TILE)
         if TAIL > 0:
             _add(sums, grad, tail, scale, h_key, key, key_end, d + BLOCK_N, continued, finished, D, TAIL, TILE)
-    return acc, tail, key, key_end
+    else:
+        _store(grad, acc * scale, tail * scale, h_key, key, key_end, d, D, BLOCK_N, TAIL, TILE)
 
 
 @triton.jit
@@ -520,20 +533,20 @@ def _gradient_tile(
     is_query = NEED_DQ
     if NEED_DQ and KEYS > 0:
         is_query = pid >= key_programs
-    # The three differ in operands only, but a descriptor cannot be chosen at run time. One store serves them all, because
-    # Triton 3.6 overlays the shared memory of three products only if nothing follows them.
+    # The three differ in operands only, but a descriptor cannot be chosen at run time.
     if is_query:
         t = (pid - key_programs) // D_TILES
         z = t % (sets * heads)
         h = head_first + z
-        h_key = h // group
         record = tables[1] + (first + row_tiles - 1 - t // (sets * heads)) * RECORD
         slot = (z // heads * slots + tl.load(record + R_SLOT) - base) * heads + z % heads
-        acc, tail = _row_side(ds_tiles, k, k_tail, record, slot, heads, h_key, d,
+        acc, tail = _row_side(ds_tiles, k, k_tail, record, slot, heads, h // group, d,
                               D, BLOCK_N, TAIL, BLOCK_K, TMA, TILE)  # fmt: skip
-        row, end = tl.load(record + R_ROW), tl.load(record + R_ROW_END)
-        x, stride_h, stride_n = _parts(dq)
-        store = True
+        scale = _spoilt(tables, scale)
+        if SCALED:
+            scale = scale / tl.load(grad_scale_ptr + h // group)
+        _store(dq, acc * scale, tail * scale, h, tl.load(record + R_ROW), tl.load(record + R_ROW_END), d,
+               D, BLOCK_N, TAIL, TILE)  # fmt: skip
     else:
         t = pid // D_TILES
         is_dk = NEED_DK
@@ -541,22 +554,20 @@ def _gradient_tile(
             is_dk = t % 2 == 0
         t = t // KEYS
         g = t % sets
-        h_key = (head_first + g * heads) // group
-        h = h_key
+        h = head_first + g * heads
         record = tables[2] + (key_first + t // sets) * RECORD
-        place = (g, heads, head_first + g * heads, h_key, d)
+        place = (g, heads, h, h // group, d)
         if is_dk:
-            acc, tail, row, end = _key_tile(ds_t_tiles, q, q_tail, dk, tables, sum_ptr, scale, record, place, chunk,
-                                            D, BLOCK_N, TAIL, BLOCK_K, PARTIAL, TMA, TILE)  # fmt: skip
-            x, stride_h, stride_n = _parts(dk)
+            if SCALED:
+                scale = scale / tl.load(grad_scale_ptr + h // group)
+            _key_tile(ds_t_tiles, q, q_tail, dk, tables, sum_ptr, scale, record, place, chunk, True,
+                      D, BLOCK_N, TAIL, BLOCK_K, PARTIAL, TMA, TILE)  # fmt: skip
         else:
             sums = sum_ptr
             if PARTIAL:
                 sums += sum_rows.to(tl.int64) * D
-            acc, tail, row, end = _key_tile(p_t_tiles, do, do_tail, dv, tables, sums, value_scale, record, place, chunk,
-                                            D, BLOCK_N, TAIL, BLOCK_K, PARTIAL, TMA, TILE)  # fmt: skip
-            x, stride_h, stride_n = _parts(dv)
-            scale = value_scale
+            _key_tile(p_t_tiles, do, do_tail, dv, tables, sums, value_scale, record, place, chunk, False,
+                      D, BLOCK_N, TAIL, BLOCK_K, PARTIAL, TMA, TILE)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=[*_COUNTS, "sum_rows", "left", "right"])
@@ -583,9 +594,6 @@ def value_backward(
     pid = tl.program_id(0)
     if (pid >= programs) | _elsewhere(tables, GUARD):
         return
-    malformed = tl.load(tables[0] + MALFORMED) != 0
-    scale = tl.where(malformed, float("nan"), scale)
-    value_scale = tl.where(malformed, float("nan"), value_scale)
     operands = (p_t_tiles, ds_tiles, ds_t_tiles, q, q_tail, k, k_tail, do, do_tail, dq, dk, dv)
     chunk = (first, row_tiles, base, slots, left, right)
     if GUARD == 2:
