@@ -228,7 +228,7 @@ def measure(case: Case, clock: Clock, copy: float, arch: str, deadline: float) -
     q = torch.randn(case.batch, case.heads_q, case.len_q, case.head_dim, **new)
     k, v = (torch.randn(case.batch, case.heads_kv, case.len_kv, case.head_dim, **new) for _ in range(2))
     terms = Terms(case.head_dim**-0.5)
-    heads = sorted({(0, 0), (0, case.heads_q // 2 + 1), (case.batch - 1, case.heads_q - 1)})
+    heads = sorted({(0, 0), (0, case.heads_q // 2), (case.batch - 1, case.heads_q - 1)})
     reference = torch.stack([exact(case, q, k, v, b, h) for b, h in heads])
 
     def error(out: Tensor) -> float:
@@ -245,9 +245,8 @@ def measure(case: Case, clock: Clock, copy: float, arch: str, deadline: float) -
             return
         tiles = case.batch * case.heads_kv * -(-case.rows // t.rows)
         cells, worst = [], 0.0
-        for parts in sorted({max(waves * processors * t.per_processor // tiles, 1) for waves in (1, 2, 4)}):
-            if case.len_kv // parts < 192:
-                continue
+        most = case.len_kv // 192
+        for parts in sorted({min(max(n * processors * t.per_processor // tiles, 1), most) for n in (1, 2, 4)}):
 
             def call(parts: int = parts, t: DecodeTiling = t) -> Tensor:
                 return decode.run(q, k, v, terms, arch=arch, cap=1 << 30, tiling=t, splits=parts)[0]

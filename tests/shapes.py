@@ -280,7 +280,7 @@ LENGTHS: dict[str, tuple[tuple[int, ...], tuple[int, ...] | None]] = {
     "more_keys": ((3, 20, 1), (40, 33, 70)),
     "more_queries": ((40, 20), (3, 1)),
     "one_query_each": ((1, 0, 1, 0, 1), (3, 0, 5, 2, 40)),
-    "many_tiny": ((1, 2, 3, 2, 1, 4) * 5, None),
+    "many_tiny": ((1, 2, 3, 0, 1, 4, 2, 1), None),
     "one_long": ((1, 2, 150, 1), None),
     "tile_edges": ((63, 64, 65), None),
 }

@@ -92,21 +92,21 @@ def _launch(
     counts = len_q, len_kv, heads_kv, group, row_tiles, splits, terms.left, terms.right
     rows_of_q, factors = bind(q, t.rows, head_dim, False), (terms.scale_log2, terms.keep_scale)
     mods, bits = modifiers(terms)
-    pieces, tma = cover(head_dim), uses_tma(arch)
+    widths, tma = cover(head_dim), uses_tma(arch)
     grid = (units * row_tiles * splits,)
+    common = {"D": head_dim, "W1": widths[1], "SPLIT": splits > 1, "num_warps": t.warps}
     if t.hopper:
         from ffpa_jit.triton import decode_hopper
 
-        tail = pieces[1] if not pieces[2] else 256
         decode_hopper.attend[grid](
-            rows_of_q, *(decode_hopper.describe(x, cols) for x in (k, v) for cols in (pieces[0], tail)), *results,
-            *factors, *counts, D=head_dim, W1=tail, SPLIT=splits > 1, num_warps=t.warps,
+            rows_of_q, *(decode_hopper.describe(x, cols) for x in (k, v) for cols in widths), *results, *factors,
+            *counts, **common,
         )  # fmt: skip
     else:
         decode_kernels.attend[grid](
-            rows_of_q, *(bind(x, t.block_n, cols, tma) for x in (k, v) for cols in pieces), *results, mods, *factors,
-            *counts, D=head_dim, W0=pieces[0], W1=pieces[1], W2=pieces[2], ROWS=t.rows, BLOCK_N=t.block_n, FOLD=t.fold,
-            PRECISE=t.precise, SPLIT=splits > 1, MODS=bits, TMA=tma, num_warps=t.warps, num_stages=t.stages,
+            rows_of_q, *(bind(x, t.block_n, cols, tma) for x in (k, v) for cols in widths), *results, mods, *factors,
+            *counts, W0=widths[0], ROWS=t.rows, BLOCK_N=t.block_n, FOLD=t.fold, PRECISE=t.precise, MODS=bits, TMA=tma,
+            num_stages=t.stages, **common,
         )  # fmt: skip
     if splits > 1:
         width = 1024 if arch == "interpreter" else 128  # interpreted, a program costs the same whatever its size
@@ -140,23 +140,14 @@ def count_splits(tiles: int, keys: int, at_once: int) -> int:
     return max(min(at_once // tiles, keys // LEAST_KEYS), 1)
 
 
-def cover(head_dim: int) -> tuple[int, int, int]:
-    """Up to three powers of two, falling, that cover a head dim with the least excess.
+def cover(head_dim: int) -> tuple[int, int]:
+    """Two powers of two that cover a head dim above 256.
 
-    None is below 64, which is what the warps can share, and up to D=512 none is above 256: one product of 512 columns
-    takes more registers than two of 256.
+    The second is no less than 64, which is what the warps can share. Up to D=512 the first is 256: a product of 512
+    columns takes more registers than two of 256.
     """
-    widest = 256 if head_dim <= 512 else 512
-    pieces: list[int] = []
-    rest = head_dim
-    while rest > 0:
-        width = max(min(1 << (rest.bit_length() - 1), widest), 64)
-        if len(pieces) == 2 and width < rest:
-            width *= 2
-        pieces.append(width)
-        rest -= width
-    first, second, third = [*pieces, 0, 0][:3]
-    return first, second, third
+    first = 256 if head_dim <= 512 else 512
+    return first, max(1 << (head_dim - first - 1).bit_length(), 64)
 
 
 def modifiers(terms: Terms) -> tuple[tuple[Any, ...], int]:

@@ -15,7 +15,7 @@ of Q.
 Values. P is a sum of two numbers of the storage dtype, so that it carries about 16 bits (``PRECISE``): the tensor cores
 have the time, and the error is then that of rounding the output.
 
-D is covered by up to three pieces, powers of two (``W0``, ``W1``, ``W2``; 0 where there is none).
+D is covered by two pieces, powers of two (``W0``, ``W1``).
 """
 
 import triton
@@ -111,9 +111,9 @@ _VARYING = [
 
 @triton.jit(do_not_specialize=_VARYING)
 def attend(
-    q, k0, k1, k2, v0, v1, v2, out, partial, reference_ptr, sum_ptr, lse_ptr, mods, scale_log2, keep_scale,
+    q, k0, k1, v0, v1, out, partial, reference_ptr, sum_ptr, lse_ptr, mods, scale_log2, keep_scale,
     len_q, len_kv, heads_kv, group, row_tiles, splits, left, right,
-    D: tl.constexpr, W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
+    D: tl.constexpr, W0: tl.constexpr, W1: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
     FOLD: tl.constexpr, PRECISE: tl.constexpr, SPLIT: tl.constexpr, MODS: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """One part of the keys of one tile of query rows.
@@ -138,12 +138,8 @@ def attend(
     line = (b.to(tl.int64) * q[1] + h.to(tl.int64) * q[2] + rows.to(tl.int64) * q[3]) * 8
     x0 = _query_piece(q, line, inside, 0, D, ROWS, W0, FOLD)
     acc0 = tl.zeros([ROWS, W0], tl.float32)
-    if W1:
-        x1 = _query_piece(q, line, inside, W0, D, ROWS, W1, FOLD)
-        acc1 = tl.zeros([ROWS, W1], tl.float32)
-    if W2:
-        x2 = _query_piece(q, line, inside, W0 + W1, D, ROWS, W2, FOLD)
-        acc2 = tl.zeros([ROWS, W2], tl.float32)
+    x1 = _query_piece(q, line, inside, W0, D, ROWS, W1, FOLD)
+    acc1 = tl.zeros([ROWS, W1], tl.float32)
     m = tl.full([ROWS], FLOOR, tl.float32)  # not -inf: rows that see nothing must not subtract it from itself
     total = tl.zeros([ROWS], tl.float32)
     dtype: tl.constexpr = q[0].dtype.element_ty
@@ -153,12 +149,8 @@ def attend(
         s = tl.zeros([ROWS, BLOCK_N], tl.float32)
         k = load_2d(k0, b, h_kv, col, 0, len_kv, D, BLOCK_N, W0, TMA)
         folded, s = _scores(folded, s, x0, k, BLOCK_N, W0, FOLD)
-        if W1:
-            k = load_2d(k1, b, h_kv, col, W0, len_kv, D, BLOCK_N, W1, TMA)
-            folded, s = _scores(folded, s, x1, k, BLOCK_N, W1, FOLD)
-        if W2:
-            k = load_2d(k2, b, h_kv, col, W0 + W1, len_kv, D, BLOCK_N, W2, TMA)
-            folded, s = _scores(folded, s, x2, k, BLOCK_N, W2, FOLD)
+        k = load_2d(k1, b, h_kv, col, W0, len_kv, D, BLOCK_N, W1, TMA)
+        folded, s = _scores(folded, s, x1, k, BLOCK_N, W1, FOLD)
         if FOLD > 1:
             s += tl.sum(folded, 0)
         cols = col + tl.arange(0, BLOCK_N)
@@ -179,12 +171,8 @@ def attend(
         p_low = (p - p_high.to(tl.float32)).to(dtype)
         v = load_2d(v0, b, h_kv, col, 0, len_kv, D, BLOCK_N, W0, TMA)
         acc0 = _add_values(acc0, correction, p_high, p_low, v, PRECISE)
-        if W1:
-            v = load_2d(v1, b, h_kv, col, W0, len_kv, D, BLOCK_N, W1, TMA)
-            acc1 = _add_values(acc1, correction, p_high, p_low, v, PRECISE)
-        if W2:
-            v = load_2d(v2, b, h_kv, col, W0 + W1, len_kv, D, BLOCK_N, W2, TMA)
-            acc2 = _add_values(acc2, correction, p_high, p_low, v, PRECISE)
+        v = load_2d(v1, b, h_kv, col, W0, len_kv, D, BLOCK_N, W1, TMA)
+        acc1 = _add_values(acc1, correction, p_high, p_low, v, PRECISE)
 
     if SPLIT:
         row = (unit.to(tl.int64) * splits + split) * n_rows + i
@@ -195,19 +183,13 @@ def attend(
     else:
         factor = tl.where(total > 0.0, keep_scale / total, tl.where(total == 0.0, 0.0, total))[:, None]
         acc0 *= factor
-        if W1:
-            acc1 *= factor
-        if W2:
-            acc2 *= factor
+        acc1 *= factor
         row = (b.to(tl.int64) * (heads_kv * group) + h) * len_q + rows
         tl.store(lse_ptr + row, finish_lse(m, total), mask=inside)
         target = out
         line = (b.to(tl.int64) * out[1] + h.to(tl.int64) * out[2] + rows.to(tl.int64) * out[3]) * 8
     _store_piece(target, line, inside, 0, acc0, SPLIT, D, W0)
-    if W1:
-        _store_piece(target, line, inside, W0, acc1, SPLIT, D, W1)
-    if W2:
-        _store_piece(target, line, inside, W0 + W1, acc2, SPLIT, D, W2)
+    _store_piece(target, line, inside, W0, acc1, SPLIT, D, W1)
 
 
 @triton.jit(

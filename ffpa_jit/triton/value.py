@@ -191,13 +191,35 @@ def _key_side(
     if PARTIAL:
         kind = tl.where(is_dk, 0, 1)
         sums += (((kind * splits + split) * groups + g).to(tl.int64) * sum_rows + n_tile * TILE) * D
-    # The two differ in operands only, but a descriptor cannot be chosen at run time.
-    if is_dk:
+    # The two differ in operands only, but a descriptor cannot be chosen at run time. Where only one is wanted the other's
+    # operands are None, and the branch must be one of compilation.
+    if NEED_DK and NEED_DV:
+        if is_dk:
+            _key_tile(ds_t_tiles, q, q_tail, dk, dk_tail, sums, scale, len_q, len_kv, owner, steps, place, block,
+                      previous, D, BLOCK_N, TAIL, BLOCK_K, SHAPE, PARTIAL, TMA, TILE)  # fmt: skip
+        else:
+            _key_tile(p_t_tiles, do, do_tail, dv, dv_tail, sums, 1.0, len_q, len_kv, owner, steps, place, block,
+                      previous, D, BLOCK_N, TAIL, BLOCK_K, SHAPE, PARTIAL, TMA, TILE)  # fmt: skip
+    elif NEED_DK:
         _key_tile(ds_t_tiles, q, q_tail, dk, dk_tail, sums, scale, len_q, len_kv, owner, steps, place, block,
                   previous, D, BLOCK_N, TAIL, BLOCK_K, SHAPE, PARTIAL, TMA, TILE)  # fmt: skip
     else:
         _key_tile(p_t_tiles, do, do_tail, dv, dv_tail, sums, 1.0, len_q, len_kv, owner, steps, place, block,
                   previous, D, BLOCK_N, TAIL, BLOCK_K, SHAPE, PARTIAL, TMA, TILE)  # fmt: skip
+
+
+@triton.jit
+def _query_side(
+    pid, ds_tiles, k, k_tail, dq, dq_tail, grad_scale_ptr, scale, len_q, len_kv, place, block, skips,
+    D: tl.constexpr, BLOCK_N: tl.constexpr, TAIL: tl.constexpr, BLOCK_K: tl.constexpr, SHAPE: tl.constexpr,
+    MODS: tl.constexpr, SCALED: tl.constexpr, TMA: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """dQ of a row tile."""
+    acc, tail, _, b, h, row, d = _row_side(pid, ds_tiles, k, k_tail, len_kv, place, block, skips,
+                                           D, BLOCK_N, TAIL, BLOCK_K, SHAPE, MODS, TMA, TILE)  # fmt: skip
+    if SCALED:
+        scale = scale / tl.load(grad_scale_ptr + (b * place[3] + h) // place[4])
+    _store(dq, dq_tail, acc * scale, tail * scale, b, h, row, len_q, d, D, BLOCK_N, TAIL, TMA, TILE)
 
 
 _BACKWARD_COUNTS = [*_COUNTS, "sum_rows", "query_programs", "key_programs", "heads_per_group", "splits",
@@ -224,7 +246,6 @@ def value_backward(
     block = (m_tiles, n_tiles, offset, left, right, width)
     KEYS: tl.constexpr = (1 if NEED_DK else 0) + (1 if NEED_DV else 0)
     pid = tl.program_id(0)
-    is_query = NEED_DQ
     if NEED_DQ and KEYS > 0:
         if queries_first:
             is_query = pid < query_programs
@@ -232,14 +253,19 @@ def value_backward(
         else:
             is_query = pid >= key_programs * KEYS
             pid = tl.where(is_query, pid - key_programs * KEYS, pid)
-    if is_query:
-        acc, tail, _, b, h, row, d = _row_side(pid, ds_tiles, k, k_tail, len_kv, place, block, skips,
-                                               D, BLOCK_N, TAIL, BLOCK_K, SHAPE, MODS, TMA, TILE)  # fmt: skip
-        if SCALED:
-            scale = scale / tl.load(grad_scale_ptr + (b * heads_q + h) // group)
-        _store(dq, dq_tail, acc * scale, tail * scale, b, h, row, len_q, d, D, BLOCK_N, TAIL, TMA, TILE)
+        if is_query:
+            _query_side(pid, ds_tiles, k, k_tail, dq, dq_tail, grad_scale_ptr, scale, len_q, len_kv, place, block,
+                        skips, D, BLOCK_N, TAIL, BLOCK_K, SHAPE, MODS, SCALED, TMA, TILE)  # fmt: skip
+        else:
+            _key_side(pid, p_t_tiles, ds_t_tiles, q, q_tail, do, do_tail, dk, dk_tail, dv, dv_tail, sum_ptr, sum_rows,
+                      grad_scale_ptr, scale, len_q, len_kv, place, block, skips, heads_per_group, splits, previous,
+                      D, BLOCK_N, TAIL, BLOCK_K, SHAPE, MODS, NEED_DK, NEED_DV, PARTIAL, SCALED, TMA,
+                      TILE)  # fmt: skip
+    elif NEED_DQ:
+        _query_side(pid, ds_tiles, k, k_tail, dq, dq_tail, grad_scale_ptr, scale, len_q, len_kv, place, block,
+                    skips, D, BLOCK_N, TAIL, BLOCK_K, SHAPE, MODS, SCALED, TMA, TILE)  # fmt: skip
     else:
         _key_side(pid, p_t_tiles, ds_t_tiles, q, q_tail, do, do_tail, dk, dk_tail, dv, dv_tail, sum_ptr, sum_rows,
-                  grad_scale_ptr, scale, len_q, len_kv, place, block, skips, heads_per_group, splits,
-                  previous, D, BLOCK_N, TAIL, BLOCK_K, SHAPE, MODS, NEED_DK, NEED_DV, PARTIAL, SCALED, TMA,
+                  grad_scale_ptr, scale, len_q, len_kv, place, block, skips, heads_per_group, splits, previous,
+                  D, BLOCK_N, TAIL, BLOCK_K, SHAPE, MODS, NEED_DK, NEED_DV, PARTIAL, SCALED, TMA,
                   TILE)  # fmt: skip

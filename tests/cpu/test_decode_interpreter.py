@@ -233,11 +233,11 @@ def test_options_cross(data):
 
 
 @pytest.mark.parametrize("head_dim", range(264, 1025, 8))
-def test_up_to_three_pieces_cover_the_head_dim(head_dim):
-    first, second, third = decode.cover(head_dim)
-    widths = [x for x in (first, second, third) if x]
-    assert sum(widths) >= head_dim > sum(widths[:-1])
-    assert all(x & (x - 1) == 0 for x in widths)
+def test_two_pieces_cover_the_head_dim(head_dim):
+    first, second = decode.cover(head_dim)
+    assert first < head_dim <= first + second
+    assert second <= first
+    assert second == 64 or head_dim > first + second // 2
 
 
 def test_parts_fill_the_processors_and_keep_enough_keys():

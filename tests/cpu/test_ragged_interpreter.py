@@ -408,14 +408,14 @@ def test_a_workspace_that_is_too_small_is_refused_before_anything_runs(caps):
 
 @pytest.mark.parametrize(("tma", "value"), [(True, math.nan), (False, math.nan), (True, math.inf)])
 def test_documents_do_not_touch_each_other(tma, value, monkeypatch):
-    packed = Packed((30, 50, 140, 40), (70, 20, 150, 9), 1, 1, 264, slack=5)
+    packed = Packed((30, 50, 140, 40, 5, 9, 3), (70, 20, 150, 9, 5, 2, 3), 1, 1, 264, slack=5)  # the last four: a pack
     monkeypatch.setattr(run, "uses_tma", lambda arch: tma)
     q, k, v, do, cu_q, cu_k = make_packed(packed, HALF)
     for x, cu in ((q, cu_q), (k, cu_k), (v, cu_k), (do, cu_q)):
-        for i in (0, 2):
+        for i in (0, 2, 4):
             x[cu[i] : cu[i + 1]] = value
     out, lse, grads = attend(packed, cu_q, cu_k, Terms(264**-0.5), (q, k, v, do))
-    oracle.check_varlen(q, k, v, cu_q, cu_k, out=out, lse=lse, grads=grads, grad_out=do, only={1, 3})
+    oracle.check_varlen(q, k, v, cu_q, cu_k, out=out, lse=lse, grads=grads, grad_out=do, only={1, 3, 5, 6})
     assert not out[cu_q[0] : cu_q[1]].isfinite().any()
 
 

@@ -547,6 +547,14 @@ def test_eighty_thousand_short_documents_run():
     assert worst.max() < 1e-2
 
 
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_hundreds_of_tiny_documents_of_uneven_lengths_match_the_oracle(is_causal):
+    draw = random.Random(9)
+    lens_q, lens_k = (tuple(draw.randint(0, 9) for _ in range(700)) for _ in range(2))
+    case = VarlenCase(Packed(lens_q, lens_k, 6, 2, 512, slack=5), is_causal=is_causal, dropout_p=0.1, with_lse=True)
+    case.run(BF16, "cuda", only={*range(20), *range(340, 360), *range(680, 700)})
+
+
 @pytest.mark.parametrize("kind", ["ordinary", "one_long"])
 def test_documents_of_a_packed_training_batch_match_the_oracle(kind):
     lens = (2048, 1900, 2300, 1, 1800, 143) if kind == "ordinary" else (3, 6000, 2)

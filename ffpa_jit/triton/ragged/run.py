@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 
@@ -11,7 +10,7 @@ from ffpa_jit.triton import rows
 from ffpa_jit.triton.configs import score_tiling, uses_tma, value_tiling
 from ffpa_jit.triton.dense import EXPONENT_WINDOW, _grad_scale
 from ffpa_jit.triton.launch import bind, bind_tiles, operand, processors
-from ffpa_jit.triton.ragged import kernels, tables
+from ffpa_jit.triton.ragged import kernels, tables, value
 from ffpa_jit.triton.ragged.plan import (
     Batch,
     Rounds,
@@ -26,9 +25,6 @@ from ffpa_jit.triton.schedule import TILE
 from ffpa_jit.triton.terms import UNLIMITED, Terms
 
 Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
-
-TMA_GUARDS = (1, 2)
-"""With TMA there are two variants of a value kernel, and what lies beside the documents decides which one works."""
 
 
 def forward(
@@ -133,7 +129,8 @@ class _Call:
         self.mods, bits = terms.modifiers
         self.common = {"D": self.head_dim, "TMA": self.tma, "TILE": TILE}
         self.score_options = {"MODS": bits, "PTX": self.ptx}
-        self.guards = TMA_GUARDS if self.tma else (0,)
+        # See ``value``. Without TMA, documents meet in packed segments only.
+        self.variants = (False, True) if self.tma or self.batch.pack else (False,)
 
     def plan(self) -> None:
         self.tables = fill(self.batch, self.rounds, *self.cu, interpreted=self.interpreted)
@@ -142,7 +139,7 @@ class _Call:
         expand(self.tables, self.batch, self.rounds, *self.cu, c)
 
     def inspect(self, x: torch.Tensor, edge: int, side: int) -> None:
-        """Look at the rows of [1, H, T, D] beside the documents; for TMA only, whose loads know no documents."""
+        """Look at the rows of [1, H, T, D] beside the segments; for TMA only, whose loads know no segments."""
         if self.tma:
             t, length = self.tables, x.shape[2]
             kernels.inspect[(self.batch.segments * x.shape[1],)](
@@ -150,9 +147,9 @@ class _Call:
                 BLOCK_D=128, SIDE=side, num_warps=4,
             )  # fmt: skip
 
-    def grid(self, programs: int, guard: int) -> int:
+    def grid(self, programs: int, rescue: bool) -> tuple[int]:
         """Programs of a value kernel: few of the variant that hardly ever has to work."""
-        return min(programs, processors(self.device)) if guard == 2 else programs
+        return (min(programs, processors(self.device)) if rescue else programs,)
 
     def run(self) -> None:
         r = self.rounds
@@ -165,9 +162,6 @@ class _Call:
 
     def round(self, head_first: int, sets: int, c: int) -> None:
         raise NotImplementedError
-
-    def bound(self, x: torch.Tensor | None, rows_: int, cols: tuple[int, ...], tma: bool) -> list[Any]:
-        return [None if x is None else bind(x, rows_, width, tma) for width in cols]
 
 
 class _Forward(_Call):
@@ -193,11 +187,11 @@ class _Forward(_Call):
         self.score_operands = bind(q, TILE, t.block_k, self.tma), bind(k, TILE, t.block_k, self.tma)
         self.p_tile = bind_tiles(self.p, TILE, TILE, self.tma)
         columns = w.block_n, w.tail
-        self.variants = [
-            (guard, tma, [bind_tiles(self.p, TILE, w.block_k, tma), *self.bound(v, w.block_k, columns, tma),
-                          *self.bound(out, TILE, columns[:1], False)])
-            for guard, tma in zip(self.guards, (self.tma, False), strict=False)
-        ]  # fmt: skip
+        self.value_operands = [
+            bind_tiles(self.p, TILE, w.block_k, self.tma),
+            *(bind(v, w.block_k, cols, self.tma) for cols in columns),
+            bind(out, TILE, w.block_n, False),
+        ]
         self.inspect(v, w.block_k, 1)
 
     def round(self, head_first: int, sets: int, c: int) -> None:
@@ -215,10 +209,10 @@ class _Forward(_Call):
             self.len_q, c, CHUNK=16, TILE=TILE, num_warps=4,
         )  # fmt: skip
         programs = sets * r.rows * -(-self.head_dim // w.width)
-        for guard, tma, operands in self.variants:
-            kernels.value_forward[(self.grid(programs, guard),)](
-                *operands, self.tables.views, self.inverse_sum, head_first, sets, self.group, c, D=self.head_dim,
-                BLOCK_N=w.block_n, TAIL=w.tail, BLOCK_K=w.block_k, GUARD=guard, TMA=tma, TILE=TILE, **w.options(),
+        for rescue in self.variants:
+            value.value_forward[self.grid(programs, rescue)](
+                *self.value_operands, self.tables.views, self.inverse_sum, head_first, sets, self.group, c,
+                BLOCK_N=w.block_n, TAIL=w.tail, BLOCK_K=w.block_k, RESCUE=rescue, **self.common, **w.options(),
             )  # fmt: skip
 
 
@@ -256,9 +250,13 @@ class _Backward(_Call):
 
         self.score_operands = [bind(x, TILE, t.block_k, self.tma) for x in (q, k, v, do)]
         self.score_outputs = [bind_tiles(x, TILE, TILE, self.tma) for x in (self.p, self.ds)]
-        self.variants = [
-            (guard, tma, self._value_operands((q, k, do), targets, tma))
-            for guard, tma in zip(self.guards, (self.tma, False), strict=False)
+        columns = w.block_n, w.tail
+        self.value_operands = [
+            bind_tiles(self.p, w.block_k, TILE, self.tma),
+            bind_tiles(self.ds, TILE, w.block_k, self.tma),
+            bind_tiles(self.ds, w.block_k, TILE, self.tma),
+            *(bind(x, w.block_k, cols, self.tma) for x in (q, k, do) for cols in columns),
+            *(None if x is None else bind(x, TILE, w.block_n, False) for x in targets),
         ]
         if self.need_dq:
             self.inspect(k, w.block_k, 1)
@@ -266,22 +264,6 @@ class _Backward(_Call):
             self.inspect(q, w.block_k, 0)
         if self.need_dv:
             self.inspect(do, w.block_k, 0)
-
-    def _value_operands(
-        self, inputs: tuple[torch.Tensor, ...], targets: tuple[torch.Tensor | None, ...], tma: bool
-    ) -> list[Any]:
-        w = self.wide
-        columns = w.block_n, w.tail
-        operands = [
-            bind_tiles(self.p, w.block_k, TILE, tma),
-            bind_tiles(self.ds, TILE, w.block_k, tma),
-            bind_tiles(self.ds, w.block_k, TILE, tma),
-        ]
-        for x in inputs:
-            operands += self.bound(x, w.block_k, columns, tma)
-        for target in targets:
-            operands += self.bound(target, TILE, columns[:1], False)
-        return operands
 
     def _row_terms(self, do: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> list[torch.Tensor]:
         height, width = 16, 256
@@ -309,22 +291,14 @@ class _Backward(_Call):
                 self.len_q, c, MODS=self.score_options["MODS"], HAS_GRAD_LSE=self.grad_lse is not None,
                 SCALED=self.scaled, CHUNK=16, TILE=TILE, num_warps=4,
             )  # fmt: skip
-        if r.partial and self.need_dk and self.need_dv:
-            # With float32 stores Triton 3.6 does not overlay the shared memory of three GEMMs, of two it does.
-            self._value(place, c, self.need_dq, True, False)
-            self._value(place, c, False, False, True)
-        else:
-            self._value(place, c, self.need_dq, self.need_dk, self.need_dv)
-
-    def _value(self, place: tuple[int, ...], c: int, need_dq: bool, need_dk: bool, need_dv: bool) -> None:
-        r, w = self.rounds, self.wide
-        _, heads, sets, _ = place
-        programs = sets * self.batch.key_tiles * (need_dk + need_dv) + (sets * heads * r.rows if need_dq else 0)
+        w = self.wide
+        programs = sets * (self.batch.key_tiles * (self.need_dk + self.need_dv) + r.heads * r.rows * self.need_dq)
         programs *= -(-self.head_dim // w.width)
-        for guard, tma, operands in self.variants:
-            kernels.value_backward[(self.grid(programs, guard),)](
-                *operands, self.tables.views, self.sums, self.batch.wide * TILE, self.grad_scale, self.terms.scale,
-                self.terms.keep_scale, *place, c, self.batch.left, self.batch.right, D=self.head_dim,
-                BLOCK_N=w.block_n, TAIL=w.tail, BLOCK_K=w.block_k, NEED_DQ=need_dq, NEED_DK=need_dk, NEED_DV=need_dv,
-                PARTIAL=r.partial, SCALED=self.scaled, GUARD=guard, TMA=tma, TILE=TILE, **w.options(),
+        for rescue in self.variants:
+            value.value_backward[self.grid(programs, rescue)](
+                *self.value_operands, self.tables.views, self.sums, self.batch.wide * TILE, self.grad_scale,
+                self.terms.scale, self.terms.keep_scale, *place, c, self.batch.left, self.batch.right,
+                BLOCK_N=w.block_n, TAIL=w.tail, BLOCK_K=w.block_k, NEED_DQ=self.need_dq, NEED_DK=self.need_dk,
+                NEED_DV=self.need_dv, PARTIAL=r.partial, SCALED=self.scaled, RESCUE=rescue, **self.common,
+                **w.options(),
             )  # fmt: skip

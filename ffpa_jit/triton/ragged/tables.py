@@ -4,7 +4,7 @@
 ``scan`` is one program that walks documents, segments, row tiles and key tiles, with a prefix sum over each; ``expand``
 writes what is one value per row or per task. Positions in these tables are int32 words:
 
-    head      malformed, whether rows beside a segment are not finite, segments, row tiles, key tiles, slots, tasks
+    head      malformed, unsafe (see ``kernels``), segments, row tiles, key tiles, slots, tasks, unsafe packs
     segment   first row | first key | first document | first row tile | first key tile | fences before | kind
     row       a record for each row tile, see ``R_*``          key    a record for each key tile, see ``K_*``
     chunk     first row tile, first task, first slot, first key tile, end of the key tiles of the chunk before
@@ -24,6 +24,7 @@ CHUNK_RECORD = tl.constexpr(8)
 
 MALFORMED = tl.constexpr(0)
 UNSAFE = tl.constexpr(1)
+UNSAFE_PACKS = tl.constexpr(7)
 
 R_SEGMENT = tl.constexpr(0)
 R_ROW = tl.constexpr(1)
@@ -43,7 +44,7 @@ R_FROM = tl.constexpr(8)
 R_TO = tl.constexpr(9)
 """End of the keys it sees."""
 R_FULL_FROM = tl.constexpr(10)
-"""First key that all of its 128 rows see."""
+"""First key that all of its 128 rows see; -1 if the segment is packed, where there is none."""
 R_FULL_TO = tl.constexpr(11)
 R_SAMPLE = tl.constexpr(12)
 """Key tile that the row references come from."""
@@ -70,6 +71,7 @@ K_FROM = tl.constexpr(7)
 K_TO = tl.constexpr(8)
 K_CUT = tl.constexpr(9)
 """Whether its segment may be cut between chunks."""
+K_PACKED = tl.constexpr(10)
 
 S_ROW = tl.constexpr(0)
 S_KEY = tl.constexpr(1)
@@ -250,7 +252,7 @@ def _row_records(segment, size, row, row_marks, segments, row_tiles, left, right
         tl.store(to + R_COUNT, count, mask=inside)
         tl.store(to + R_FROM, low, mask=inside)
         tl.store(to + R_TO, high, mask=inside)
-        tl.store(to + R_FULL_FROM, full_low, mask=inside)
+        tl.store(to + R_FULL_FROM, tl.where(packed, -1, full_low), mask=inside)
         tl.store(to + R_FULL_TO, tl.where(whole, full_high, 0), mask=inside)
         tl.store(to + R_SAMPLE, sample, mask=inside)
         tl.store(to + R_TASK, first_task, mask=inside)
@@ -295,6 +297,7 @@ def _key_records(segment, size, key, key_marks, segments, key_tiles, left, right
         tl.store(to + K_TO, tl.where(there, high, 0), mask=inside)
         kind = tl.load(here + S_KIND * size, mask=inside, other=0)
         tl.store(to + K_CUT, (kind == 1).to(tl.int32), mask=inside)
+        tl.store(to + K_PACKED, packed.to(tl.int32), mask=inside)
 
 
 @triton.jit

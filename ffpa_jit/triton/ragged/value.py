@@ -1,0 +1,376 @@
+# mypy: ignore-errors
+"""The value phase of packed documents: ``kernels`` explains tables, sets and slots, the dense ``value`` the products.
+
+What is not finite. A contraction multiplies by exact zeros what it reads of other documents: the rows that its last
+step reads beyond the segment (without TMA those loads are masked), and in a packed segment the other documents
+themselves. A zero times NaN is NaN, so every launch is two:
+
+``RESCUE`` False   does the work, unless ``inspect`` has found something beyond a segment (UNSAFE). In a packed segment it
+                   looks at what it got, and leaves a mark where that has a NaN (UNSAFE_PACKS).
+``RESCUE`` True    returns at once if there is neither mark. Else a few programs take turns and do all the work, or that
+                   of the packed segments, again: what is not finite is read as 0, and a row of the result becomes NaN
+                   (in the columns of its program) if anything that it *sees* is not finite.
+"""
+
+import triton
+import triton.language as tl
+
+from ffpa_jit.triton.operands import _addresses, load_2d, load_tile, store_2d
+from ffpa_jit.triton.ragged.kernels import chunk_of, spoilt
+from ffpa_jit.triton.ragged.tables import (
+    CHUNK_RECORD,
+    K_CUT,
+    K_FROM,
+    K_KEY,
+    K_KEY_END,
+    K_PACKED,
+    K_ROW,
+    K_ROW_END,
+    K_ROW_TILE,
+    K_ROW_TILE_END,
+    K_TILE,
+    K_TO,
+    R_FROM,
+    R_FULL_FROM,
+    R_KEY,
+    R_KEY_END,
+    R_LOW,
+    R_ROW,
+    R_ROW_END,
+    R_SLOT,
+    R_TO,
+    RECORD,
+    UNSAFE,
+    UNSAFE_PACKS,
+    band_of,
+    before,
+)
+from ffpa_jit.triton.value import _multiply, _zeros
+
+_COUNTS = ["head_first", "heads", "sets", "group", "c", "left", "right", "sum_rows"]
+
+
+@triton.jit
+def _idle(tables, RESCUE: tl.constexpr):
+    """Whether this variant has nothing to do."""
+    unsafe = tl.load(tables[0] + UNSAFE) != 0
+    if RESCUE:
+        idle = (unsafe == 0) & (tl.load(tables[0] + UNSAFE_PACKS) == 0)
+    else:
+        idle = unsafe
+    return idle
+
+
+@triton.jit
+def _check(acc, tail, packed, tables, TAIL: tl.constexpr):
+    """Leave a mark if a NaN came out of a packed segment."""
+    if packed:
+        bad = tl.max(tl.max((acc != acc).to(tl.int32), 1), 0)
+        if TAIL > 0:
+            bad |= tl.max(tl.max((tail != tail).to(tl.int32), 1), 0)
+        if bad != 0:
+            tl.store(tables[0] + UNSAFE_PACKS, 1)
+
+
+@triton.jit
+def _clean(y):
+    """``y`` with 0 for what is not finite, and which rows had something that is not."""
+    bad = (y.to(tl.float32) - y.to(tl.float32)) != 0.0
+    return tl.where(bad, 0.0, y).to(y.dtype), tl.max(bad.to(tl.int32), 1)
+
+
+@triton.jit
+def _multiply_clean(
+    acc, tail, poison, a, y, y_tail, seen, h, row, n_rows, d,
+    D: tl.constexpr, BLOCK_N: tl.constexpr, TAIL: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """``value._multiply`` of a rescue; ``seen`` [TILE, BLOCK_K]: which rows of Y a row of the result depends on."""
+    part, bad = _clean(load_2d(y, h * 0, h, row, d, n_rows, D, BLOCK_K, BLOCK_N, TMA))
+    acc = tl.dot(a, part, acc)
+    if TAIL > 0:
+        part, more = _clean(load_2d(y_tail, h * 0, h, row, d + BLOCK_N, n_rows, D, BLOCK_K, TAIL, TMA))
+        tail = tl.dot(a, part, tail)
+        bad |= more
+    return acc, tail, poison | tl.max((seen & (bad != 0)[None, :]).to(tl.int32), 1)
+
+
+@triton.jit
+def _poisoned(acc, tail, poison):
+    hit = (poison != 0)[:, None]
+    return tl.where(hit, float("nan"), acc), tl.where(hit, float("nan"), tail)
+
+
+@triton.jit
+def _store(
+    x, acc, tail, h, row, end, d, D: tl.constexpr, BLOCK_N: tl.constexpr, TAIL: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Store rows up to ``end``, through pointers: what lies beyond belongs to another document."""
+    store_2d(x, row * 0, h, row, d, end, acc, D, TILE, BLOCK_N, False)
+    if TAIL > 0:
+        store_2d(x, row * 0, h, row, d + BLOCK_N, end, tail, D, TILE, TAIL, False)
+
+
+@triton.jit
+def _row_side(
+    a_tiles, y, y_tail, tables, record, slot, heads, h, d,
+    D: tl.constexpr, BLOCK_N: tl.constexpr, TAIL: tl.constexpr, BLOCK_K: tl.constexpr, RESCUE: tl.constexpr,
+    TMA: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """``A Y`` of a row tile: O from P and V, or dQ from dS and K."""
+    key, key_end = tl.load(record + R_KEY), tl.load(record + R_KEY_END)
+    start, end = tl.load(record + R_FROM) // BLOCK_K * BLOCK_K, tl.load(record + R_TO)
+    first = tl.load(record + R_LOW)
+    acc, tail = _zeros(BLOCK_N, TAIL, TILE)
+    if RESCUE:
+        rows = tl.load(record + R_ROW) + tl.arange(0, TILE)
+        inside = rows < tl.load(record + R_ROW_END)
+        low = tl.load(tables[4] + rows, mask=inside, other=0)[:, None]
+        high = tl.load(tables[5] + rows, mask=inside, other=0)[:, None]
+        poison = tl.zeros([TILE], tl.int32)
+        for k in tl.range(start, end, BLOCK_K):
+            a = load_tile(a_tiles, (slot + (k // TILE - first) * heads) * TILE, k % TILE, TILE, BLOCK_K, TILE, TMA)
+            cols = k + tl.arange(0, BLOCK_K)[None, :]
+            acc, tail, poison = _multiply_clean(acc, tail, poison, a, y, y_tail, (cols >= low) & (cols < high), h,
+                                                key + k, key_end, d, D, BLOCK_N, TAIL, BLOCK_K, TMA)  # fmt: skip
+        acc, tail = _poisoned(acc, tail, poison)
+    else:
+        for k in tl.range(start, end, BLOCK_K):
+            a = load_tile(a_tiles, (slot + (k // TILE - first) * heads) * TILE, k % TILE, TILE, BLOCK_K, TILE, TMA)
+            acc, tail = _multiply(acc, tail, a, y, y_tail, h * 0, h, key + k, key_end, d,
+                                  D, BLOCK_N, TAIL, BLOCK_K, TMA)  # fmt: skip
+        _check(acc, tail, tl.load(record + R_FULL_FROM) < 0, tables, TAIL)
+    return acc, tail
+
+
+@triton.jit
+def _output_tile(
+    pid, operands, tables, inverse_sum_ptr, head_first, sets, group, chunk,
+    D: tl.constexpr, BLOCK_N: tl.constexpr, TAIL: tl.constexpr, BLOCK_K: tl.constexpr, RESCUE: tl.constexpr,
+    TMA: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """O of a row tile, ``BLOCK_N + TAIL`` columns."""
+    STEP: tl.constexpr = BLOCK_N + TAIL
+    D_TILES: tl.constexpr = (D + STEP - 1) // STEP
+    p_tiles, v, v_tail, out = operands
+    first, row_tiles, base, slots = chunk
+    i = row_tiles - 1 - pid // (sets * D_TILES)  # the last row tile of a document is the longest under a causal mask
+    z = pid // D_TILES % sets
+    d = pid % D_TILES * STEP
+    h = head_first + z
+    record = tables[1] + (first + i) * RECORD
+    slot = z * slots + tl.load(record + R_SLOT) - base
+    acc, tail = _row_side(p_tiles, v, v_tail, tables, record, slot, 1, h // group, d,
+                          D, BLOCK_N, TAIL, BLOCK_K, RESCUE, TMA, TILE)  # fmt: skip
+    inverse = tl.load(inverse_sum_ptr + (z * row_tiles + i) * TILE + tl.arange(0, TILE))[:, None]
+    _store(out, acc * inverse, tail * inverse, h, tl.load(record + R_ROW), tl.load(record + R_ROW_END), d,
+           D, BLOCK_N, TAIL, TILE)  # fmt: skip
+
+
+@triton.jit(do_not_specialize=_COUNTS)
+def value_forward(
+    p_tiles, v, v_tail, out, tables, inverse_sum_ptr, head_first, sets, group, c,
+    D: tl.constexpr, BLOCK_N: tl.constexpr, TAIL: tl.constexpr, BLOCK_K: tl.constexpr, RESCUE: tl.constexpr,
+    TMA: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """O of a chunk's row tiles."""
+    STEP: tl.constexpr = BLOCK_N + TAIL
+    D_TILES: tl.constexpr = (D + STEP - 1) // STEP
+    operands = (p_tiles, v, v_tail, out)
+    chunk = chunk_of(tables, c)
+    programs = chunk[1] * sets * D_TILES
+    pid = tl.program_id(0)
+    if (pid >= programs) | _idle(tables, RESCUE):
+        return
+    if RESCUE:
+        everything = tl.load(tables[0] + UNSAFE) != 0
+        for each in tl.range(pid, programs, tl.num_programs(0)):
+            record = tables[1] + (chunk[0] + chunk[1] - 1 - each // (sets * D_TILES)) * RECORD
+            if everything | (tl.load(record + R_FULL_FROM) < 0):
+                _output_tile(each, operands, tables, inverse_sum_ptr, head_first, sets, group, chunk,
+                             D, BLOCK_N, TAIL, BLOCK_K, RESCUE, TMA, TILE)  # fmt: skip
+    else:
+        _output_tile(pid, operands, tables, inverse_sum_ptr, head_first, sets, group, chunk,
+                     D, BLOCK_N, TAIL, BLOCK_K, RESCUE, TMA, TILE)  # fmt: skip
+
+
+@triton.jit
+def _add(sum_ptr, grad, x, scale, h, key, key_end, d, continued, finished, D: tl.constexpr, COLS: tl.constexpr,
+         TILE: tl.constexpr):  # fmt: skip
+    """Continue a float32 sum, or finish it: then it is stored as a gradient. In parts, as ``value._store_sum``."""
+    if COLS > 64:
+        left, right = x.reshape([TILE, 2, COLS // 2]).permute(0, 2, 1).split()
+        _add(sum_ptr, grad, left, scale, h, key, key_end, d, continued, finished, D, COLS // 2, TILE)
+        _add(sum_ptr, grad, right, scale, h, key, key_end, d + COLS // 2, continued, finished, D, COLS // 2, TILE)
+    else:
+        lanes = tl.arange(0, TILE)
+        cols = d + tl.arange(0, COLS)
+        inside = (cols < D)[None, :]
+        at = sum_ptr + lanes[:, None] * D + cols[None, :]
+        x += tl.load(at, mask=inside & continued, other=0.0)
+        tl.store(at, x, mask=inside & (finished == 0))
+        to = _addresses(grad, key * 0, h, key, d, TILE, COLS)
+        mask = inside & (key + lanes < key_end)[:, None] & finished
+        tl.store(to, (x * scale).to(grad[0].dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _key_tile(
+    at_tiles, x, x_tail, grad, tables, sum_ptr, scale, record, place, chunk, IS_DK: tl.constexpr,
+    D: tl.constexpr, BLOCK_N: tl.constexpr, TAIL: tl.constexpr, BLOCK_K: tl.constexpr, PARTIAL: tl.constexpr,
+    RESCUE: tl.constexpr, TMA: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """``A^T X`` of a key tile over the heads of a group and the rows of the chunk that see it."""
+    g, heads, h, h_key, d = place
+    first, row_tiles, base, slots, left, right = chunk
+    key, key_end = tl.load(record + K_KEY), tl.load(record + K_KEY_END)
+    row, row_end = tl.load(record + K_ROW), tl.load(record + K_ROW_END)
+    row_tile = tl.load(record + K_ROW_TILE)
+    start = max(tl.load(record + K_FROM), (first - row_tile) * TILE) // BLOCK_K
+    end = min(tl.load(record + K_TO), (first + row_tiles - row_tile) * TILE)
+    steps = max((end + BLOCK_K - 1) // BLOCK_K - start, 0)
+    tile = tl.load(record + K_TILE)
+    band = band_of(row_end - row, key_end - key + tile * TILE, left, right, TILE)
+    begin = start * BLOCK_K // TILE
+    there = tables[1] + (row_tile + begin) * RECORD
+    slot = g * slots - base + tile + tl.load(there + R_SLOT) - tl.load(there + R_LOW) - before(begin, band)
+    if not IS_DK:
+        scale = spoilt(tables, scale)
+    acc, tail = _zeros(BLOCK_N, TAIL, TILE)
+    if RESCUE:
+        cols = (tile * TILE + tl.arange(0, TILE))[:, None]
+        poison = tl.zeros([TILE], tl.int32)
+        for i in tl.range(0, steps * heads):
+            j = i // steps
+            m = (start + i % steps) * BLOCK_K
+            at = (slot + before(m // TILE, band)) * heads + j
+            rows = row + m + tl.arange(0, BLOCK_K)
+            low = tl.load(tables[4] + rows, mask=rows < row_end, other=0)[None, :]
+            high = tl.load(tables[5] + rows, mask=rows < row_end, other=0)[None, :]
+            a = load_tile(at_tiles, at * TILE + m % TILE, 0, BLOCK_K, TILE, TILE, TMA).T
+            acc, tail, poison = _multiply_clean(acc, tail, poison, a, x, x_tail, (cols >= low) & (cols < high), h + j,
+                                                row + m, row_end, d, D, BLOCK_N, TAIL, BLOCK_K, TMA)  # fmt: skip
+        acc, tail = _poisoned(acc, tail, poison)
+    else:
+        for i in tl.range(0, steps * heads):
+            j = i // steps
+            m = (start + i % steps) * BLOCK_K
+            at = (slot + before(m // TILE, band)) * heads + j
+            a = load_tile(at_tiles, at * TILE + m % TILE, 0, BLOCK_K, TILE, TILE, TMA).T
+            acc, tail = _multiply(acc, tail, a, x, x_tail, g * 0, h + j, row + m, row_end, d,
+                                  D, BLOCK_N, TAIL, BLOCK_K, TMA)  # fmt: skip
+        _check(acc, tail, tl.load(record + K_PACKED) != 0, tables, TAIL)
+    if IS_DK:
+        # Were the same to follow the loops of dK and dV, MLIR would merge it, and Triton then takes their shared memory
+        # to be in use at the same time. So they ask for this at different times.
+        scale = spoilt(tables, scale)
+    if PARTIAL:
+        cut = tl.load(record + K_CUT) != 0
+        continued = cut & (first > row_tile)
+        finished = (cut == 0) | (first + row_tiles >= tl.load(record + K_ROW_TILE_END))
+        sums = sum_ptr + (tile * TILE).to(tl.int64) * D
+        _add(sums, grad, acc, scale, h_key, key, key_end, d, continued, finished, D, BLOCK_N, TILE)
+        if TAIL > 0:
+            _add(sums, grad, tail, scale, h_key, key, key_end, d + BLOCK_N, continued, finished, D, TAIL, TILE)
+    else:
+        _store(grad, acc * scale, tail * scale, h_key, key, key_end, d, D, BLOCK_N, TAIL, TILE)
+
+
+@triton.jit
+def _gradient_tile(
+    pid, key_programs, operands, tables, sum_ptr, sum_rows, grad_scale_ptr, scale, value_scale, head_first, heads, sets,
+    group, key_first, chunk, everything,
+    D: tl.constexpr, BLOCK_N: tl.constexpr, TAIL: tl.constexpr, BLOCK_K: tl.constexpr, NEED_DQ: tl.constexpr,
+    NEED_DK: tl.constexpr, NEED_DV: tl.constexpr, PARTIAL: tl.constexpr, SCALED: tl.constexpr, RESCUE: tl.constexpr,
+    TMA: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """dK or dV of a key tile, or dQ of a row tile, ``BLOCK_N + TAIL`` columns; of ``everything`` or of what is packed."""
+    STEP: tl.constexpr = BLOCK_N + TAIL
+    D_TILES: tl.constexpr = (D + STEP - 1) // STEP
+    KEYS: tl.constexpr = (1 if NEED_DK else 0) + (1 if NEED_DV else 0)
+    p_t_tiles, ds_tiles, ds_t_tiles, q, q_tail, k, k_tail, do, do_tail, dq, dk, dv = operands
+    first, row_tiles, base, slots, left, right = chunk
+    d = pid % D_TILES * STEP
+    is_query = NEED_DQ
+    if NEED_DQ and KEYS > 0:
+        is_query = pid >= key_programs
+    # The three differ in operands only, but a descriptor cannot be chosen at run time.
+    if is_query:
+        t = (pid - key_programs) // D_TILES
+        z = t % (sets * heads)
+        h = head_first + z
+        record = tables[1] + (first + row_tiles - 1 - t // (sets * heads)) * RECORD
+        mine = True
+        if RESCUE:
+            mine = everything | (tl.load(record + R_FULL_FROM) < 0)
+        if mine:
+            slot = (z // heads * slots + tl.load(record + R_SLOT) - base) * heads + z % heads
+            acc, tail = _row_side(ds_tiles, k, k_tail, tables, record, slot, heads, h // group, d,
+                                  D, BLOCK_N, TAIL, BLOCK_K, RESCUE, TMA, TILE)  # fmt: skip
+            scale = spoilt(tables, scale)
+            if SCALED:
+                scale = scale / tl.load(grad_scale_ptr + h // group)
+            _store(dq, acc * scale, tail * scale, h, tl.load(record + R_ROW), tl.load(record + R_ROW_END), d,
+                   D, BLOCK_N, TAIL, TILE)  # fmt: skip
+    else:
+        t = pid // D_TILES
+        is_dk = NEED_DK
+        if NEED_DK and NEED_DV:
+            is_dk = t % 2 == 0
+        t = t // KEYS
+        g = t % sets
+        h = head_first + g * heads
+        record = tables[2] + (key_first + t // sets) * RECORD
+        place = (g, heads, h, h // group, d)
+        mine = True
+        if RESCUE:
+            mine = everything | (tl.load(record + K_PACKED) != 0)
+        if mine:
+            if is_dk:
+                if SCALED:
+                    scale = scale / tl.load(grad_scale_ptr + h // group)
+                _key_tile(ds_t_tiles, q, q_tail, dk, tables, sum_ptr, scale, record, place, chunk, True,
+                          D, BLOCK_N, TAIL, BLOCK_K, PARTIAL, RESCUE, TMA, TILE)  # fmt: skip
+            else:
+                sums = sum_ptr
+                if PARTIAL:
+                    sums += sum_rows.to(tl.int64) * D
+                _key_tile(p_t_tiles, do, do_tail, dv, tables, sums, value_scale, record, place, chunk, False,
+                          D, BLOCK_N, TAIL, BLOCK_K, PARTIAL, RESCUE, TMA, TILE)  # fmt: skip
+
+
+@triton.jit(do_not_specialize=_COUNTS)
+def value_backward(
+    p_t_tiles, ds_tiles, ds_t_tiles, q, q_tail, k, k_tail, do, do_tail, dq, dk, dv,
+    tables, sum_ptr, sum_rows, grad_scale_ptr, scale, value_scale, head_first, heads, sets, group, c, left, right,
+    D: tl.constexpr, BLOCK_N: tl.constexpr, TAIL: tl.constexpr, BLOCK_K: tl.constexpr, NEED_DQ: tl.constexpr,
+    NEED_DK: tl.constexpr, NEED_DV: tl.constexpr, PARTIAL: tl.constexpr, SCALED: tl.constexpr, RESCUE: tl.constexpr,
+    TMA: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """dQ, dK and dV of a chunk in one launch: first the key tiles, whose contractions are longest, then the row tiles.
+
+    With PARTIAL the sums of segments that the chunk does not finish go to a float32 buffer [2, sum_rows, D].
+    """
+    D_TILES: tl.constexpr = (D + BLOCK_N + TAIL - 1) // (BLOCK_N + TAIL)
+    KEYS: tl.constexpr = (1 if NEED_DK else 0) + (1 if NEED_DV else 0)
+    first, row_tiles, base, slots = chunk_of(tables, c)
+    here = tables[3] + c * CHUNK_RECORD
+    key_first = tl.load(here + 3)
+    key_programs = (tl.load(here + CHUNK_RECORD + 4) - key_first) * (sets * D_TILES * KEYS)
+    programs = key_programs
+    if NEED_DQ:
+        programs += row_tiles * heads * sets * D_TILES
+    pid = tl.program_id(0)
+    if (pid >= programs) | _idle(tables, RESCUE):
+        return
+    operands = (p_t_tiles, ds_tiles, ds_t_tiles, q, q_tail, k, k_tail, do, do_tail, dq, dk, dv)
+    chunk = (first, row_tiles, base, slots, left, right)
+    if RESCUE:
+        everything = tl.load(tables[0] + UNSAFE) != 0
+        for each in tl.range(pid, programs, tl.num_programs(0)):
+            _gradient_tile(each, key_programs, operands, tables, sum_ptr, sum_rows, grad_scale_ptr, scale, value_scale,
+                           head_first, heads, sets, group, key_first, chunk, everything, D, BLOCK_N, TAIL, BLOCK_K,
+                           NEED_DQ, NEED_DK, NEED_DV, PARTIAL, SCALED, RESCUE, TMA, TILE)  # fmt: skip
+    else:
+        _gradient_tile(pid, key_programs, operands, tables, sum_ptr, sum_rows, grad_scale_ptr, scale, value_scale,
+                       head_first, heads, sets, group, key_first, chunk, True, D, BLOCK_N, TAIL, BLOCK_K,
+                       NEED_DQ, NEED_DK, NEED_DV, PARTIAL, SCALED, RESCUE, TMA, TILE)  # fmt: skip
