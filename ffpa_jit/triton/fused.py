@@ -1,4 +1,4 @@
-"""Forward and backward that allocate nothing but their results and O(B H N) row vectors. Device side: ``fused_kernels``."""
+"""Forward and backward that allocate nothing but results and row vectors, O(B H N). Device side: ``fused_kernels``."""
 
 from __future__ import annotations
 

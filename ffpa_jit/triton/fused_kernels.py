@@ -13,8 +13,8 @@ Sums are taken in a fixed order by one owner each: no atomics, no scratch memory
 
 Schedule. The loop over the head dim inside a score tile is the one that Triton pipelines; the loop around it, over keys
 or rows, is not. A score tile is 128 x ``STRIP``: beside an accumulator of 128 x 256 (128 registers a thread, 8 warps)
-there is room for P and dP only if ``STRIP`` is 64. On the key side the score tile is computed transposed, as
-``K Q^T``: its P^T then is the left operand of the second product as it lies in the registers.
+there is room for P and dP only if ``STRIP``, a divisor of ``TILE``, is 64 or 32. On the key side the score tile is
+computed transposed, as ``K Q^T``: its P^T then is the left operand of the second product as it lies in the registers.
 
 What a row sees is ``limits``: two numbers a row, here from the window, elsewhere perhaps from arrays. Which tiles a
 program visits follows from the limits of the first and last row (they never decrease from row to row); tiles that every

@@ -81,3 +81,10 @@ def test_every_shipped_value_tiling_compiles(arch):
     rest = {str(h) for h in shipped_widths(arch).values() if h is not None} - {h for a, h in covered if a == arch}
     if rest:
         compile_kernels(arch, "--head-dims", ",".join(sorted(rest)), "--causal", "1")
+
+
+@pytest.mark.parametrize(("arch", "head_dim"), [("sm_90", "320"), ("sm_80", "512")])
+def test_every_option_and_every_subset_of_gradients_compiles(arch, head_dim):
+    said = compile_kernels(arch, "--head-dims", head_dim, "--options")
+    for kernel in ("mask_gradient", "classify", "value_backward", "refine", "combine"):
+        assert kernel in said

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
+from bench.compile_kernels import SHARED_KIB
 from ffpa_jit.triton import configs
 from tests import oracle, philox
 from tests.cpu.conftest import run_python
@@ -84,10 +85,10 @@ def replaced_tiling(monkeypatch: pytest.MonkeyPatch, **fields: int) -> None:
 
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiles of 32 rows and slices of 48 columns: lengths of 40 are two tiles, and fewer programs see all of the code."""
+    """Tiles of 32 rows, slices of 48 columns: little to interpret, but 40 rows or keys are two tiles."""
     monkeypatch.setattr(fused, "TILE", 32)
     monkeypatch.setattr(fused, "tiles", lambda n: -(-n // 32))
-    replaced_tiling(monkeypatch, block_n=32, tail=16, strip=32, block_k=32)
+    replaced_tiling(monkeypatch, block_n=32, tail=16, strip=32, block_k=64)
 
 
 small = pytest.mark.usefixtures("small_tiles")
@@ -98,9 +99,9 @@ small = pytest.mark.usefixtures("small_tiles")
     [
         Shape(1, 1, 1, 1, 1, 512),
         Shape(1, 1, 1, 200, 1, 264),
-        Shape(1, 2, 2, 1, 200, 520),
+        Shape(1, 1, 1, 1, 200, 520),
         LARGE,
-        Shape(1, 3, 1, 33, 65, 1024),
+        Shape(1, 1, 1, 33, 65, 1024),
         Shape(1, 1, 1, 130, 130, 512, True),
         Shape(1, 2, 1, 40, 17, 320, True),  # rows without keys
     ],
@@ -112,14 +113,14 @@ def test_forward_and_backward_match_the_oracle(shape):
 
 @small
 @pytest.mark.parametrize(
-    "shape", [PLAIN, Shape(2, 6, 2, 17, 40, 40, True), Shape(1, 3, 1, 33, 65, 104), Shape(3, 1, 1, 65, 31, 40)], ids=str
+    "shape", [PLAIN, Shape(2, 4, 2, 17, 40, 40, True), Shape(1, 3, 1, 33, 40, 104), Shape(2, 1, 1, 65, 31, 40)], ids=str
 )
 def test_small_tiles_match_the_oracle(shape):
     Case(shape, with_lse=True).run()
 
 
 @small
-@pytest.mark.parametrize("window", [(0, 0), (30, -1), (-1, 5), (20, 1000)])
+@pytest.mark.parametrize("window", [(0, 0), (30, -1), (20, 5)])
 @pytest.mark.parametrize("shape", [Shape(1, 1, 1, 90, 100, 40), Shape(1, 1, 1, 70, 20, 40)], ids=str)
 def test_a_window_limits_both_sides(shape, window):
     Case(shape, window=window).run()
@@ -133,7 +134,7 @@ def test_a_window_goes_with_a_causal_mask():
 @small
 def test_tiles_out_of_the_window_are_not_read():
     shape = Shape(1, 1, 1, 20, 200, 40)
-    q, k, v, do = make(shape, HALF)
+    q, k, v, _ = make(shape, HALF)
     k[:, :, :128] = v[:, :, :128] = math.nan
     out, lse = fused.forward(q, k, v, Terms(0.1, window=(40, -1)), arch="interpreter")
     assert not out.isnan().any()
@@ -147,8 +148,7 @@ def test_softcap(softcap):
 
 
 @small
-@pytest.mark.parametrize("dropout_p", [0.1, 0.9])
-@pytest.mark.parametrize("shape", [PLAIN, replace(SHORT, is_causal=True)], ids=str)
+@pytest.mark.parametrize(("shape", "dropout_p"), [(PLAIN, 0.1), (replace(SHORT, is_causal=True), 0.9)], ids=str)
 def test_dropout_is_the_documented_stream(shape, dropout_p):
     Case(shape, dropout_p=dropout_p, with_lse=True).run()
 
@@ -160,16 +160,12 @@ def test_dropout_is_the_documented_stream(shape, dropout_p):
         MaskKind("bool", "bk", "right"),
         MaskKind("bool", "bhqk", "empty_rows", "sliced"),
         MaskKind("bool", "qk", "blocks", "transposed"),
-        MaskKind("bool", "q", "random"),
-        MaskKind("half", "bhqk", "random"),
         MaskKind("half", "qk", "minimum"),
         MaskKind("half", "hk", "values", "expanded"),
-        MaskKind("half", "bk", "all"),
         MaskKind("half", "hq", "values", "sliced"),
         MaskKind("fp32", "bqk", "minimum", "transposed"),
         MaskKind("fp32", "k", "low"),
         MaskKind("fp32", "bh", "values"),
-        MaskKind("fp32", "", "values"),
     ],
     ids=str,
 )
@@ -203,8 +199,6 @@ CROSSED = [
     Case(replace(SHORT, is_causal=True), MaskKind("fp32", "hk", "values"), softcap=20.0, dropout_p=0.1),
     Case(replace(SHORT, is_causal=True), MaskKind("bool", "bk", "left"), (25, -1), dropout_p=0.5, with_lse=True),
     Case(SHORT, MaskKind("half", "qk", "minimum"), softcap=2.0, with_lse=True),
-    Case(SHORT, MaskKind("fp32", "bhqk", "minimum"), (-1, 3), dropout_p=0.2),
-    Case(SHORT, MaskKind("half", "hqk", "random"), (10, 10), scale=0.0),
     Case(SHORT, MaskKind("half", "k", "values"), scale=-0.1, layout="last_stride"),
     Case(replace(SHORT, is_causal=True), None, (40, -1), 10.0, 0.3, layout="sliced"),
     Case(Shape(1, 2, 1, 40, 45, 40, True), MaskKind("half", "qk", "random"), (30, -1), 15.0, 0.1, with_lse=True),
@@ -225,12 +219,10 @@ def test_whole_tiles_take_every_option():
 
 @small
 @pytest.mark.parametrize("tma", [True, False])
-@pytest.mark.parametrize(("block_n", "tail", "strip"), [(16, 0, 32), (32, 0, 64)])
-def test_tilings_and_pointers_change_nothing_but_roundings(monkeypatch, block_n, tail, strip, tma):
-    replaced_tiling(monkeypatch, block_n=block_n, tail=tail, strip=strip, block_k=64)
+def test_tilings_and_pointers_change_nothing_but_roundings(monkeypatch, tma):
+    replaced_tiling(monkeypatch, block_n=32, tail=0, strip=32, block_k=32)
     monkeypatch.setattr(fused, "uses_tma", lambda arch: tma)
-    for case in CROSSED[0], CROSSED[2]:
-        case.run()
+    replace(CROSSED[0], shape=replace(SHORT, batch=1)).run()
 
 
 @small
@@ -240,8 +232,7 @@ def test_any_strides_go_in(layout):
 
 
 @small
-@pytest.mark.parametrize("tma", [True, False])
-@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(("is_causal", "tma"), [(False, False), (True, True)])
 def test_nan_beyond_the_last_key_or_row_never_leaks(monkeypatch, is_causal, tma):
     monkeypatch.setattr(fused, "uses_tma", lambda arch: tma)
 
@@ -338,24 +329,45 @@ from ffpa_jit.triton import fused
 from ffpa_jit.triton.offline import compile_only
 from ffpa_jit.triton.terms import Terms
 
-arch, head_dim, dtype, mask, softcap, dropout_p = json.loads(sys.stdin.read() if len(sys.argv) < 2 else sys.argv[1])
-dtype = getattr(torch, dtype)
-def meta(*shape, dtype=dtype):
+def meta(*shape, dtype):
     return torch.empty(shape, dtype=dtype, device="meta")
-kinds = {None: None, "add": meta(1, 1, 256, 256), "bool": meta(2, 1, 1, 256, dtype=torch.bool)}
+
+arch, head_dim, dtype, mask, softcap, dropout_p = json.loads({case!r})
+dtype = getattr(torch, dtype)
+masks = {{"add": meta(1, 1, 256, 256, dtype=dtype), "bool": meta(2, 1, 1, 256, dtype=torch.bool)}}
 rng = meta(2, dtype=torch.int64) if dropout_p else None
-terms = Terms(head_dim**-0.5, True, (-1, -1), softcap, kinds[mask], dropout_p, rng)
-q, k, v = meta(2, 2, 256, head_dim), meta(2, 1, 256, head_dim), meta(2, 1, 256, head_dim)
+terms = Terms(head_dim**-0.5, True, (-1, -1), softcap, masks.get(mask), dropout_p, rng)
+q, k, v = (meta(2, heads, 256, head_dim, dtype=dtype) for heads in (2, 1, 1))
 lse = meta(2, 2, 256, dtype=torch.float32)
 with compile_only(arch) as launches:
     fused.forward(q, k, v, terms, arch=arch)
-    fused.backward(meta(*q.shape), lse, q, k, v, meta(*q.shape), lse, terms, needs=(True, True, True, mask == "add"), arch=arch)
+    fused.backward(q, lse, q, k, v, q, lse, terms, needs=(True, True, True, mask == "add"), arch=arch)
 found = []
 for launch in launches:
-    if launch.function.__name__.startswith("fused"):
-        spilled = resources(launch.kernel)[1]
-        if "amdgcn" in launch.kernel.asm:  # a scalar register that is spilled goes to a vector register
-            spilled = sum(map(int, re.findall(r"vgpr_spill_count:\\s*(\\d+)", launch.kernel.asm["amdgcn"])))
-        found.append([launch.function.__name__, spilled, launch.kernel.metadata.shared])
+    spilled = resources(launch.kernel)[1]
+    if "amdgcn" in launch.kernel.asm:  # a scalar register that is spilled goes to a vector register
+        spilled = sum(map(int, re.findall(r"vgpr_spill_count:\\s*(\\d+)", launch.kernel.asm["amdgcn"])))
+    found.append([launch.function.__name__, spilled, launch.kernel.metadata.shared])
 print(json.dumps(found))
 """
+
+FEW = 8
+"""Reloads that are no fault: a few row vectors wait in local memory while a score tile is computed."""
+
+
+@pytest.mark.parametrize("case", COMPILED, ids=str)
+def test_kernels_compile_within_registers_and_shared_memory(case):
+    found = json.loads(run_python(COMPILE.format(case=json.dumps(case))).splitlines()[-1])
+    fused_kernels = [x for x in found if x[0].startswith("fused")]
+    assert len(fused_kernels) == 4 + (case[3] == "add")
+    for name, spilled, shared in fused_kernels:
+        assert spilled <= FEW, f"{name}: {spilled} reloads"
+        assert shared <= SHARED_KIB[case[0]] * 1024, f"{name}: {shared} bytes of shared memory"
+
+
+@pytest.mark.parametrize("arch", [x for x in configs.FAMILIES if x != "interpreter"])
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_no_shipped_tiling_is_dead(arch, direction):
+    arch = configs.FAMILIES[arch][0]
+    chosen = {configs.fused_tiling(arch, direction, d, plain=p) for d in range(264, 1025, 8) for p in (True, False)}
+    assert len(chosen) == len(configs._table(arch)[f"fused_{direction}"])

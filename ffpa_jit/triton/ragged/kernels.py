@@ -239,7 +239,8 @@ def score_backward(
         dtype: tl.constexpr = p_tiles.dtype
     else:
         dtype: tl.constexpr = p_tiles.dtype.element_ty
-    p = to_storage(probability(s, lse2, MODS), dtype, PTX)
+    # A row whose LSE is NaN keeps that to what it sees: the other keys of the tile may be another document's.
+    p = to_storage(tl.where(s == float("-inf"), 0.0, probability(s, lse2, MODS)), dtype, PTX)
     if DROPOUT & MODS:
         # A probability has no sign: it carries what was dropped over the second product.
         p = tl.where(kept(mods, h, row + lanes, col, TILE, TILE), p, -p)

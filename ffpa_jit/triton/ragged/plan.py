@@ -17,7 +17,7 @@ How many chunks there are, the host only bounds; the programs of those that turn
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -160,11 +160,13 @@ class Rounds:
     group_rows: int
     cut_above: int = NEVER
     fenced: bool = False
+    parts: int = 1
+    """In how many parts the heads of a group come, one after the other: 1 or 2."""
 
     @property
-    def partial(self) -> bool:
-        """Whether dK and dV of a segment may come from several chunks."""
-        return self.fenced
+    def partial(self) -> int:
+        """How dK and dV come together: 0 at once, 1 of a segment from several chunks, 2 from two parts of the heads."""
+        return 2 if self.parts > 1 else int(self.fenced)
 
 
 def _rounds(
@@ -230,6 +232,17 @@ def backward_rounds(
         together = -(-groups // -(-groups // together))
         return _rounds(batch, together=together, heads=group, stride=batch.slots, unit=0, group_rows=group_rows,
                        cut_above=NEVER, fenced=False)  # fmt: skip
+    if group % 2 == 0:
+        # Half of the heads at a time: rounds as large, of key tiles whose contractions are half as long, and which no
+        # longer outlast the rest of the round.
+        half = (cap - part_bytes(batch, head_dim)) // (slot_bytes * (group // 2))
+        if batch.slots <= half or 2 * batch.segment_slots <= half:
+            whole = batch.slots <= half
+            unit = 0 if whole else batch.segment_slots
+            stride = batch.slots if whole else half - unit
+            cut = _rounds(batch, together=1, heads=group // 2, stride=stride, unit=unit, group_rows=group_rows,
+                          cut_above=NEVER, fenced=False)  # fmt: skip
+            return replace(cut, parts=2)
     if 2 * batch.segment_slots <= room:
         return _rounds(batch, together=1, heads=group, stride=room - batch.segment_slots, unit=batch.segment_slots,
                        group_rows=group_rows, cut_above=NEVER, fenced=False)  # fmt: skip
@@ -247,6 +260,11 @@ def backward_rounds(
 def sum_bytes(batch: Batch, head_dim: int) -> int:
     """Float32 dK and dV of the longest document."""
     return 2 * batch.wide * TILE * head_dim * 4
+
+
+def part_bytes(batch: Batch, head_dim: int) -> int:
+    """Float32 dK and dV of all keys of a key head."""
+    return 2 * batch.key_tiles * TILE * head_dim * 4
 
 
 @dataclass

@@ -19,6 +19,7 @@ from ffpa_jit.triton.ragged.plan import (
     backward_rounds,
     fixed_bytes,
     forward_rounds,
+    part_bytes,
     sum_bytes,
 )
 from ffpa_jit.triton.schedule import TILE
@@ -242,8 +243,8 @@ class _Backward(_Call):
         most_ds = most if self.need_ds else 1
         self.p, self.ds = q.new_empty((most * TILE, TILE)), q.new_empty((most_ds * TILE, TILE))
         self.row_sums = q.new_empty((2, most_ds * TILE), dtype=torch.float32).unbind()
-        size = sum_bytes(self.batch, self.head_dim) // 4
-        self.sums = q.new_empty(size, dtype=torch.float32) if r.partial else None
+        by_key = part_bytes if r.parts > 1 else sum_bytes
+        self.sums = q.new_empty(by_key(self.batch, self.head_dim) // 4, dtype=torch.float32) if r.partial else None
         self.grad_lse = None if grad_lse is None else grad_lse.float().contiguous()
         self.grad_scale = _grad_scale(do, v, self.grad_lse) if self.scaled else None
         self.lse2, self.delta = self._row_terms(do, out, lse)
@@ -294,10 +295,12 @@ class _Backward(_Call):
         w = self.wide
         programs = sets * (self.batch.key_tiles * (self.need_dk + self.need_dv) + r.heads * r.rows * self.need_dq)
         programs *= -(-self.head_dim // w.width)
+        sum_rows = (self.batch.key_tiles if r.parts > 1 else self.batch.wide) * TILE
+        part = head_first // r.heads % r.parts
         for rescue in self.variants:
             value.value_backward[self.grid(programs, rescue)](
-                *self.value_operands, self.tables.views, self.sums, self.batch.wide * TILE, self.grad_scale,
-                self.terms.scale, self.terms.keep_scale, *place, c, self.batch.left, self.batch.right,
+                *self.value_operands, self.tables.views, self.sums, sum_rows, self.grad_scale,
+                self.terms.scale, self.terms.keep_scale, *place, part, c, self.batch.left, self.batch.right,
                 BLOCK_N=w.block_n, TAIL=w.tail, BLOCK_K=w.block_k, NEED_DQ=self.need_dq, NEED_DK=self.need_dk,
                 NEED_DV=self.need_dv, PARTIAL=r.partial, SCALED=self.scaled, RESCUE=rescue, **self.common,
                 **w.options(),

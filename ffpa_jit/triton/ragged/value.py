@@ -5,8 +5,8 @@ What is not finite. A contraction multiplies by exact zeros what it reads of oth
 step reads beyond the segment (without TMA those loads are masked), and in a packed segment the other documents
 themselves. A zero times NaN is NaN, so every launch is two:
 
-``RESCUE`` False   does the work, unless ``inspect`` has found something beyond a segment (UNSAFE). In a packed segment it
-                   looks at what it got, and leaves a mark where that has a NaN (UNSAFE_PACKS).
+``RESCUE`` False   does the work, unless ``inspect`` has found something beyond a segment (UNSAFE). In a packed segment
+                   it looks at what it got, and leaves a mark where that has a NaN (UNSAFE_PACKS).
 ``RESCUE`` True    returns at once if there is neither mark. Else a few programs take turns and do all the work, or that
                    of the packed segments, again: what is not finite is read as 0, and a row of the result becomes NaN
                    (in the columns of its program) if anything that it *sees* is not finite.
@@ -47,7 +47,7 @@ from ffpa_jit.triton.ragged.tables import (
 )
 from ffpa_jit.triton.value import _multiply, _zeros
 
-_COUNTS = ["head_first", "heads", "sets", "group", "c", "left", "right", "sum_rows"]
+_COUNTS = ["head_first", "heads", "sets", "group", "part", "c", "left", "right", "sum_rows"]
 
 
 @triton.jit
@@ -215,12 +215,12 @@ def _add(sum_ptr, grad, x, scale, h, key, key_end, d, continued, finished, D: tl
 
 @triton.jit
 def _key_tile(
-    at_tiles, x, x_tail, grad, tables, sum_ptr, scale, record, place, chunk, IS_DK: tl.constexpr,
+    at_tiles, x, x_tail, grad, tables, sum_ptr, scale, record, place, part, chunk, IS_DK: tl.constexpr,
     D: tl.constexpr, BLOCK_N: tl.constexpr, TAIL: tl.constexpr, BLOCK_K: tl.constexpr, PARTIAL: tl.constexpr,
     RESCUE: tl.constexpr, TMA: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """``A^T X`` of a key tile over the heads of a group and the rows of the chunk that see it."""
-    g, heads, h, h_key, d = place
+    g, heads, h, h_key, d, index = place
     first, row_tiles, base, slots, left, right = chunk
     key, key_end = tl.load(record + K_KEY), tl.load(record + K_KEY_END)
     row, row_end = tl.load(record + K_ROW), tl.load(record + K_ROW_END)
@@ -263,11 +263,16 @@ def _key_tile(
         # Were the same to follow the loops of dK and dV, MLIR would merge it, and Triton then takes their shared memory
         # to be in use at the same time. So they ask for this at different times.
         scale = spoilt(tables, scale)
-    if PARTIAL:
-        cut = tl.load(record + K_CUT) != 0
-        continued = cut & (first > row_tile)
-        finished = (cut == 0) | (first + row_tiles >= tl.load(record + K_ROW_TILE_END))
-        sums = sum_ptr + (tile * TILE).to(tl.int64) * D
+    if PARTIAL > 0:
+        if PARTIAL == 1:
+            cut = tl.load(record + K_CUT) != 0
+            continued = cut & (first > row_tile)
+            finished = (cut == 0) | (first + row_tiles >= tl.load(record + K_ROW_TILE_END))
+            sums = sum_ptr + (tile * TILE).to(tl.int64) * D
+        else:
+            continued = part > 0
+            finished = part > 0
+            sums = sum_ptr + (index * TILE).to(tl.int64) * D
         _add(sums, grad, acc, scale, h_key, key, key_end, d, continued, finished, D, BLOCK_N, TILE)
         if TAIL > 0:
             _add(sums, grad, tail, scale, h_key, key, key_end, d + BLOCK_N, continued, finished, D, TAIL, TILE)
@@ -276,79 +281,123 @@ def _key_tile(
 
 
 @triton.jit
+def _query_gradient(
+    pid, ds_tiles, k, k_tail, dq, tables, grad_scale_ptr, scale, head_first, heads, sets, group, chunk, everything,
+    D: tl.constexpr, BLOCK_N: tl.constexpr, TAIL: tl.constexpr, BLOCK_K: tl.constexpr, SCALED: tl.constexpr,
+    RESCUE: tl.constexpr, TMA: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """dQ of a row tile."""
+    D_TILES: tl.constexpr = (D + BLOCK_N + TAIL - 1) // (BLOCK_N + TAIL)
+    first, row_tiles, base, slots, left, right = chunk
+    d = pid % D_TILES * (BLOCK_N + TAIL)
+    t = pid // D_TILES
+    z = t % (sets * heads)
+    h = head_first + z
+    record = tables[1] + (first + row_tiles - 1 - t // (sets * heads)) * RECORD
+    mine = True
+    if RESCUE:
+        mine = everything | (tl.load(record + R_FULL_FROM) < 0)
+    if mine:
+        slot = (z // heads * slots + tl.load(record + R_SLOT) - base) * heads + z % heads
+        acc, tail = _row_side(ds_tiles, k, k_tail, tables, record, slot, heads, h // group, d,
+                              D, BLOCK_N, TAIL, BLOCK_K, RESCUE, TMA, TILE)  # fmt: skip
+        scale = spoilt(tables, scale)
+        if SCALED:
+            scale = scale / tl.load(grad_scale_ptr + h // group)
+        _store(dq, acc * scale, tail * scale, h, tl.load(record + R_ROW), tl.load(record + R_ROW_END), d,
+               D, BLOCK_N, TAIL, TILE)  # fmt: skip
+
+
+@triton.jit
+def _key_gradient(
+    pid, operands, tables, sum_ptr, sum_rows, grad_scale_ptr, scale, value_scale, head_first, heads, sets, group, part,
+    key_first, chunk, everything,
+    D: tl.constexpr, BLOCK_N: tl.constexpr, TAIL: tl.constexpr, BLOCK_K: tl.constexpr, NEED_DK: tl.constexpr,
+    NEED_DV: tl.constexpr, PARTIAL: tl.constexpr, SCALED: tl.constexpr, RESCUE: tl.constexpr, TMA: tl.constexpr,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    """dK or dV of a key tile."""
+    D_TILES: tl.constexpr = (D + BLOCK_N + TAIL - 1) // (BLOCK_N + TAIL)
+    KEYS: tl.constexpr = (1 if NEED_DK else 0) + (1 if NEED_DV else 0)
+    p_t_tiles, ds_tiles, ds_t_tiles, q, q_tail, k, k_tail, do, do_tail, dq, dk, dv = operands
+    d = pid % D_TILES * (BLOCK_N + TAIL)
+    t = pid // D_TILES
+    kind = t % KEYS
+    t = t // KEYS
+    g = t % sets
+    h = head_first + g * heads
+    index = key_first + t // sets
+    record = tables[2] + index * RECORD
+    place = (g, heads, h, h // group, d, index)
+    mine = True
+    if RESCUE:
+        mine = everything | (tl.load(record + K_PACKED) != 0)
+    if mine:
+        key_scale = scale
+        if SCALED:
+            key_scale = scale / tl.load(grad_scale_ptr + h // group)
+        sums = sum_ptr
+        if PARTIAL > 0:
+            sums += sum_rows.to(tl.int64) * D
+        if NEED_DK and NEED_DV:
+            if kind == 0:
+                _key_tile(ds_t_tiles, q, q_tail, dk, tables, sum_ptr, key_scale, record, place, part, chunk, True,
+                          D, BLOCK_N, TAIL, BLOCK_K, PARTIAL, RESCUE, TMA, TILE)  # fmt: skip
+            else:
+                _key_tile(p_t_tiles, do, do_tail, dv, tables, sums, value_scale, record, place, part, chunk, False,
+                          D, BLOCK_N, TAIL, BLOCK_K, PARTIAL, RESCUE, TMA, TILE)  # fmt: skip
+        elif NEED_DK:
+            _key_tile(ds_t_tiles, q, q_tail, dk, tables, sum_ptr, key_scale, record, place, part, chunk, True,
+                      D, BLOCK_N, TAIL, BLOCK_K, PARTIAL, RESCUE, TMA, TILE)  # fmt: skip
+        else:
+            _key_tile(p_t_tiles, do, do_tail, dv, tables, sums, value_scale, record, place, part, chunk, False,
+                      D, BLOCK_N, TAIL, BLOCK_K, PARTIAL, RESCUE, TMA, TILE)  # fmt: skip
+
+
+@triton.jit
 def _gradient_tile(
     pid, key_programs, operands, tables, sum_ptr, sum_rows, grad_scale_ptr, scale, value_scale, head_first, heads, sets,
-    group, key_first, chunk, everything,
+    group, part, key_first, chunk, everything,
     D: tl.constexpr, BLOCK_N: tl.constexpr, TAIL: tl.constexpr, BLOCK_K: tl.constexpr, NEED_DQ: tl.constexpr,
     NEED_DK: tl.constexpr, NEED_DV: tl.constexpr, PARTIAL: tl.constexpr, SCALED: tl.constexpr, RESCUE: tl.constexpr,
     TMA: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """dK or dV of a key tile, or dQ of a row tile, ``BLOCK_N + TAIL`` columns; of ``everything`` or of what is packed."""
-    STEP: tl.constexpr = BLOCK_N + TAIL
-    D_TILES: tl.constexpr = (D + STEP - 1) // STEP
+    """dK or dV of a key tile, or dQ of a row tile, ``BLOCK_N + TAIL`` columns; ``everything``, or what is packed."""
     KEYS: tl.constexpr = (1 if NEED_DK else 0) + (1 if NEED_DV else 0)
     p_t_tiles, ds_tiles, ds_t_tiles, q, q_tail, k, k_tail, do, do_tail, dq, dk, dv = operands
-    first, row_tiles, base, slots, left, right = chunk
-    d = pid % D_TILES * STEP
-    is_query = NEED_DQ
+    # The three differ in operands only, but a descriptor cannot be chosen at run time. What is not wanted has none at
+    # all, so those branches are the compiler's.
     if NEED_DQ and KEYS > 0:
-        is_query = pid >= key_programs
-    # The three differ in operands only, but a descriptor cannot be chosen at run time.
-    if is_query:
-        t = (pid - key_programs) // D_TILES
-        z = t % (sets * heads)
-        h = head_first + z
-        record = tables[1] + (first + row_tiles - 1 - t // (sets * heads)) * RECORD
-        mine = True
-        if RESCUE:
-            mine = everything | (tl.load(record + R_FULL_FROM) < 0)
-        if mine:
-            slot = (z // heads * slots + tl.load(record + R_SLOT) - base) * heads + z % heads
-            acc, tail = _row_side(ds_tiles, k, k_tail, tables, record, slot, heads, h // group, d,
-                                  D, BLOCK_N, TAIL, BLOCK_K, RESCUE, TMA, TILE)  # fmt: skip
-            scale = spoilt(tables, scale)
-            if SCALED:
-                scale = scale / tl.load(grad_scale_ptr + h // group)
-            _store(dq, acc * scale, tail * scale, h, tl.load(record + R_ROW), tl.load(record + R_ROW_END), d,
-                   D, BLOCK_N, TAIL, TILE)  # fmt: skip
+        if pid >= key_programs:
+            _query_gradient(pid - key_programs, ds_tiles, k, k_tail, dq, tables, grad_scale_ptr, scale, head_first,
+                            heads, sets, group, chunk, everything, D, BLOCK_N, TAIL, BLOCK_K, SCALED, RESCUE, TMA,
+                            TILE)  # fmt: skip
+        else:
+            _key_gradient(pid, operands, tables, sum_ptr, sum_rows, grad_scale_ptr, scale, value_scale, head_first,
+                          heads, sets, group, part, key_first, chunk, everything, D, BLOCK_N, TAIL, BLOCK_K, NEED_DK,
+                          NEED_DV, PARTIAL, SCALED, RESCUE, TMA, TILE)  # fmt: skip
+    elif NEED_DQ:
+        _query_gradient(pid, ds_tiles, k, k_tail, dq, tables, grad_scale_ptr, scale, head_first, heads, sets, group,
+                        chunk, everything, D, BLOCK_N, TAIL, BLOCK_K, SCALED, RESCUE, TMA, TILE)  # fmt: skip
     else:
-        t = pid // D_TILES
-        is_dk = NEED_DK
-        if NEED_DK and NEED_DV:
-            is_dk = t % 2 == 0
-        t = t // KEYS
-        g = t % sets
-        h = head_first + g * heads
-        record = tables[2] + (key_first + t // sets) * RECORD
-        place = (g, heads, h, h // group, d)
-        mine = True
-        if RESCUE:
-            mine = everything | (tl.load(record + K_PACKED) != 0)
-        if mine:
-            if is_dk:
-                if SCALED:
-                    scale = scale / tl.load(grad_scale_ptr + h // group)
-                _key_tile(ds_t_tiles, q, q_tail, dk, tables, sum_ptr, scale, record, place, chunk, True,
-                          D, BLOCK_N, TAIL, BLOCK_K, PARTIAL, RESCUE, TMA, TILE)  # fmt: skip
-            else:
-                sums = sum_ptr
-                if PARTIAL:
-                    sums += sum_rows.to(tl.int64) * D
-                _key_tile(p_t_tiles, do, do_tail, dv, tables, sums, value_scale, record, place, chunk, False,
-                          D, BLOCK_N, TAIL, BLOCK_K, PARTIAL, RESCUE, TMA, TILE)  # fmt: skip
+        _key_gradient(pid, operands, tables, sum_ptr, sum_rows, grad_scale_ptr, scale, value_scale, head_first, heads,
+                      sets, group, part, key_first, chunk, everything, D, BLOCK_N, TAIL, BLOCK_K, NEED_DK, NEED_DV,
+                      PARTIAL, SCALED, RESCUE, TMA, TILE)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=_COUNTS)
 def value_backward(
     p_t_tiles, ds_tiles, ds_t_tiles, q, q_tail, k, k_tail, do, do_tail, dq, dk, dv,
-    tables, sum_ptr, sum_rows, grad_scale_ptr, scale, value_scale, head_first, heads, sets, group, c, left, right,
-    D: tl.constexpr, BLOCK_N: tl.constexpr, TAIL: tl.constexpr, BLOCK_K: tl.constexpr, NEED_DQ: tl.constexpr,
+    tables, sum_ptr, sum_rows, grad_scale_ptr, scale, value_scale, head_first, heads, sets, group, part, c, left,
+    right, D: tl.constexpr, BLOCK_N: tl.constexpr, TAIL: tl.constexpr, BLOCK_K: tl.constexpr, NEED_DQ: tl.constexpr,
     NEED_DK: tl.constexpr, NEED_DV: tl.constexpr, PARTIAL: tl.constexpr, SCALED: tl.constexpr, RESCUE: tl.constexpr,
     TMA: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """dQ, dK and dV of a chunk in one launch: first the key tiles, whose contractions are longest, then the row tiles.
 
-    With PARTIAL the sums of segments that the chunk does not finish go to a float32 buffer [2, sum_rows, D].
+    With PARTIAL the sums of dK and dV go to a float32 buffer [2, sum_rows, D] until they are complete. 1: those of
+    segments that the chunk does not finish, by the key tile's place in its document. 2: those of the first half of a
+    group's heads (``part`` 0), which the second half (1) finishes, by the key tile's place among all.
     """
     D_TILES: tl.constexpr = (D + BLOCK_N + TAIL - 1) // (BLOCK_N + TAIL)
     KEYS: tl.constexpr = (1 if NEED_DK else 0) + (1 if NEED_DV else 0)
@@ -368,9 +417,9 @@ def value_backward(
         everything = tl.load(tables[0] + UNSAFE) != 0
         for each in tl.range(pid, programs, tl.num_programs(0)):
             _gradient_tile(each, key_programs, operands, tables, sum_ptr, sum_rows, grad_scale_ptr, scale, value_scale,
-                           head_first, heads, sets, group, key_first, chunk, everything, D, BLOCK_N, TAIL, BLOCK_K,
-                           NEED_DQ, NEED_DK, NEED_DV, PARTIAL, SCALED, RESCUE, TMA, TILE)  # fmt: skip
+                           head_first, heads, sets, group, part, key_first, chunk, everything, D, BLOCK_N, TAIL,
+                           BLOCK_K, NEED_DQ, NEED_DK, NEED_DV, PARTIAL, SCALED, RESCUE, TMA, TILE)  # fmt: skip
     else:
         _gradient_tile(pid, key_programs, operands, tables, sum_ptr, sum_rows, grad_scale_ptr, scale, value_scale,
-                       head_first, heads, sets, group, key_first, chunk, True, D, BLOCK_N, TAIL, BLOCK_K,
+                       head_first, heads, sets, group, part, key_first, chunk, True, D, BLOCK_N, TAIL, BLOCK_K,
                        NEED_DQ, NEED_DK, NEED_DV, PARTIAL, SCALED, RESCUE, TMA, TILE)  # fmt: skip
