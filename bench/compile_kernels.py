@@ -172,8 +172,9 @@ def main(argv: list[str] | None = None) -> int:
             for name, c in judge_options(arch, int(head_dim), getattr(torch, options.dtypes)):
                 faults = c.faults(arch)
                 wrong += len(faults)
+                shared = f"{c.shared / 1024:.1f} KiB"
                 print(
-                    f"{arch} D={head_dim} {name}: {c.kernel} {c.registers} registers, {c.shared / 1024:.1f} KiB {c.options}"
+                    f"{arch} D={head_dim} {name}: {c.kernel} {c.registers} registers, {shared} {c.options}"
                     + "".join(f"  FAULT: {fault}" for fault in faults),
                     flush=True,
                 )

@@ -154,7 +154,10 @@ class TritonBackend(Backend):
     `split_launch`: accepted; the backward always computes dQ and dK/dV in separate launches over stored tiles.
     `preprocess_d_chunk`: accepted; the row sums of dO·O read D in pieces that fit registers at every head dim.
     `workspace_mb`: most device memory, in MiB, that one call may use beside its outputs; None is what the environment
-        variable `FFPA_JIT_WORKSPACE_MB` says. 0 takes fused kernels that need none: slower, never less exact.
+        variable `FFPA_JIT_WORKSPACE_MB` says. 0 takes fused kernels that need none: slower, never less exact. Packed
+        sequences need some.
+    `merged`: (out, lse) of a backward may come from more keys than the call has, as where shards of the keys were
+        merged. `ffpa_attn_backward` sets it; the rows of dS are then not held to sum to dlse.
     `grad_kv_storage_dtype`, `grad_q_storage_dtype`: None, `torch.float16`, `torch.float32`, `"fp16"` or `"fp32"`;
         accepted. Gradients are accumulated in fp32 and rounded once to the input's dtype, so no lower-precision partial
         result exists that a wider storage could protect.
@@ -171,11 +174,13 @@ class TritonBackend(Backend):
     grad_kv_storage_dtype: torch.dtype | str | None = None
     grad_q_storage_dtype: torch.dtype | str | None = None
     workspace_mb: float | None = None
+    merged: bool = False
 
     _own_name = "triton"
 
     def _check(self) -> None:
-        for field in ("autotune", "enable_tma", "enable_ws", "persist_dkdv", "split_launch", "preprocess_d_chunk"):
+        flags = ("autotune", "enable_tma", "enable_ws", "persist_dkdv", "split_launch", "preprocess_d_chunk", "merged")
+        for field in flags:
             _require_bool(self, field, getattr(self, field))
         if self.autotune_mode not in ("fast", "max"):
             raise ValueError(f"TritonBackend(autotune_mode={self.autotune_mode!r}): choose 'fast' or 'max'")

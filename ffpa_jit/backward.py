@@ -85,7 +85,7 @@ def ffpa_attn_backward(
     if isinstance(described, Rejection):
         raise described.kind(described.message)
     _check_results(query, query.shape[:3], grad_out=grad_out, out=out, lse=lse, grad_lse=grad_lse)
-    chosen = dispatch.plan_backward(described, side("backend", "backward", backend))
+    chosen = _of_more_keys(dispatch.plan_backward(described, side("backend", "backward", backend)))
     factor = described.head_dim**-0.5 if scale is None else arguments.number("scale", scale)
     if mask is not None:
         mask = masks.to_4d(mask, query.shape[:1], query.shape[0])
@@ -137,7 +137,7 @@ def ffpa_attn_varlen_backward(
     cu_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
     problem = varlen.check((q, k, v), cu_seqlens_q, cu_k, causal, enable_gqa, window_size, softcap, needs_grad=True)
     _check_results(q, (q.shape[1], q.shape[0]), grad_out=grad_out, out=out, lse=lse, grad_lse=grad_lse)
-    chosen = dispatch.plan_backward(problem, side("backend", "backward", backend))
+    chosen = _of_more_keys(dispatch.plan_backward(problem, side("backend", "backward", backend)))
     max_q, max_k = varlen.bounds(q, k, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     factor = problem.head_dim**-0.5 if softmax_scale is None else arguments.number("softmax_scale", softmax_scale)
     inputs = (
@@ -146,6 +146,11 @@ def ffpa_attn_varlen_backward(
     )  # fmt: skip
     plain = not torch.is_grad_enabled() and ops.unwatched(grad_out, q, k, v, cu_seqlens_q, cu_k)
     return _wanted(ops_varlen.gradients(*inputs) if plain else ops_varlen.flash_attn_varlen_backward(*inputs), needs)
+
+
+def _of_more_keys(backend: str) -> str:
+    """A backend, as text, that is told that (out, lse) may come from more keys than the call has."""
+    return f"{backend};merged=True" if backend.split(";")[0] == "triton" else backend
 
 
 def _check_foreign(*tensors: Any) -> None:

@@ -223,7 +223,7 @@ def attention(
             if dlse is not None:
                 delta = delta - dlse[h, :, r].unsqueeze(-1)
             pz = p * z
-            ds = p * (dp - delta)
+            ds = rounded(p) * (dp - delta)  # P is stored before it meets dP
             dx = rounded(ds if softcap == 0 else ds * slope)
             dq[h, :, r] = dx @ k[h] * scale
             dk[h] += (dx.mT @ q[h, :, r]).sum(1, keepdim=True) * scale

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from ffpa_jit.backends import TritonBackend
 
 __all__ = ["BACKEND", "TritonKernels"]
+
+Result = TypeVar("Result")
 
 _logger = logging.getLogger("ffpa_jit")
 
@@ -50,6 +52,8 @@ class TritonKernels:
                 f"the tensors are on a {problem.device_type} device; the kernels run on CUDA and ROCm devices (or set "
                 "TRITON_INTERPRET=1 before Triton is imported to run them slowly on the CPU, in fp16)",
             )
+        if problem.varlen and options is not None and options.workspace_mb == 0:
+            refuse("workspace", "packed sequences need a workspace; drop workspace_mb=0, or give them some MiB")
         if family(problem.arch) is None and problem.device_type == "cuda":
             refuse("arch", f"{problem.arch} has no kernel configuration; supported are {_served()}")
         if problem.arch == "interpreter" and problem.dtype == torch.bfloat16:
@@ -102,9 +106,23 @@ class TritonKernels:
                 )  # fmt: skip
             from . import dense
 
-            return dense.backward(
-                grad_out, grad_lse, query, key, value, out, lse, terms, needs=needs, arch=arch, cap=cap
+            mine = needs
+            if needs[3] and attn_mask is not None and 2 * dense.mask_sum_bytes(attn_mask, query, key) > cap:
+                mine = (*needs[:3], False)
+            whole_rows = options is None or not options.merged
+            grads = dense.backward(
+                grad_out, grad_lse, query, key, value, out, lse, terms, needs=mine, arch=arch, cap=cap,
+                whole_rows=whole_rows,
             )  # fmt: skip
+            if mine != needs:  # sums of the mask's size in float32 do not fit: what computes them again needs none
+                from . import fused
+
+                only = (False, False, False, True)
+                mask_grad = fused.backward(
+                    grad_out, grad_lse, query, key, value, out, lse, terms, needs=only, arch=arch
+                )[3]  # fmt: skip
+                grads = (*grads[:3], mask_grad)
+            return grads
 
     def varlen_forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_seqlens_q: torch.Tensor,
@@ -118,9 +136,12 @@ class TritonKernels:
         terms = Terms(scale, is_causal, window, softcap, None, dropout_p, rng)
         arch = device_arch(query.device.type, query.device.index)
         with _on(query.device), _compiling("varlen forward", arch, query, terms):
-            return ragged.forward(
-                query, key, value, cu_seqlens_q, cu_seqlens_k, terms, max_q=max_seqlen_q, max_k=max_seqlen_k,
-                arch=arch, cap=_cap(options),
+            return _fitting(
+                lambda max_q, max_k: ragged.forward(
+                    query, key, value, cu_seqlens_q, cu_seqlens_k, terms, max_q=max_q, max_k=max_k, arch=arch,
+                    cap=_cap(options),
+                ),
+                cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
             )  # fmt: skip
 
     def varlen_backward(
@@ -136,15 +157,19 @@ class TritonKernels:
         terms = Terms(scale, is_causal, window, softcap, None, dropout_p, rng)
         arch = device_arch(query.device.type, query.device.index)
         with _on(query.device), _compiling("varlen backward", arch, query, terms):
-            return ragged.backward(
-                grad_out, grad_lse, query, key, value, out, lse, cu_seqlens_q, cu_seqlens_k, terms, needs=needs,
-                max_q=max_seqlen_q, max_k=max_seqlen_k, arch=arch, cap=_cap(options),
+            return _fitting(
+                lambda max_q, max_k: ragged.backward(
+                    grad_out, grad_lse, query, key, value, out, lse, cu_seqlens_q, cu_seqlens_k, terms, needs=needs,
+                    max_q=max_q, max_k=max_k, arch=arch, cap=_cap(options),
+                    whole_rows=options is None or not options.merged,
+                ),
+                cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
             )  # fmt: skip
 
     def estimate(self, problem: Problem) -> float:
         """About how many microseconds, from an H200: the host needs 230 for the launches of a forward and 350 more for
-        those of a backward; then the GPU does 450 TFLOP/s over whole tiles, or reads 2.2 TB/s of keys and values. Of few
-        queries: 150 for two launches, and 3.9 TB/s."""
+        those of a backward; then the GPU does 450 TFLOP/s over whole tiles, or reads 2.2 TB/s of keys and values. With
+        few queries: 150 for two launches, and 3.9 TB/s."""
         product = problem.product_mflop(TILE)
         if problem.needs_grad:
             return max(580.0, product * 7.0 / 450.0)
@@ -166,6 +191,24 @@ class TritonKernels:
         if problem.needs_grad:
             needs = (True, True, True, False)
             self.backward(torch.randn_like(out), None, q, k, v, out, lse, needs=needs, **common)
+
+
+def _fitting(
+    run: Callable[[int, int], Result], cu_q: torch.Tensor, cu_k: torch.Tensor, max_q: int, max_k: int
+) -> Result:
+    """``run`` with bounds on the lengths; where they are so loose that the workspace does not hold what they allow,
+    with the lengths themselves: read from the device, the only case in which a packed call waits for it."""
+    from .ragged import DoesNotFitError
+
+    try:
+        return run(max_q, max_k)
+    except DoesNotFitError:
+        if cu_q.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise
+        longest_q, longest_k = torch.stack([(cu[1:] - cu[:-1]).amax() for cu in (cu_q, cu_k)]).tolist()
+        if longest_q >= max_q and longest_k >= max_k:
+            raise
+        return run(max(min(longest_q, max_q), 1), max(min(longest_k, max_k), 1))
 
 
 def _cap(options: TritonBackend | None) -> int:

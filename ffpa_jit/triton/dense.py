@@ -131,7 +131,8 @@ class _Forward(_Call):
         s, t, m_tiles = self.s, self.narrow, tiles(self.s.len_q)
         score.row_reference[(s.heads * m_tiles,)](
             *self.score_operands, self.reference, self.mods, self.skips, self.terms.scale_log2, s.len_q, s.len_kv,
-            self.heads_q, s.group, m_tiles, self.left, self.right, BLOCK_K=t.block_k, SHIFT=self.shift, **self.common, **t.options(),
+            self.heads_q, s.group, m_tiles, self.left, self.right, BLOCK_K=t.block_k, SHIFT=self.shift,
+            **self.common, **t.options(),
         )  # fmt: skip
 
     def score(self, x: Block) -> None:
@@ -163,10 +164,11 @@ class _Forward(_Call):
 def backward(
     grad_out: torch.Tensor, grad_lse: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor,
     value_: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, terms: Terms, *,
-    needs: tuple[bool, bool, bool, bool], arch: str, cap: int,
+    needs: tuple[bool, bool, bool, bool], arch: str, cap: int, whole_rows: bool = True,
 ) -> Gradients:  # fmt: skip
     """(dQ, dK, dV, dMask) in the layouts of their inputs; None where ``needs`` is false.
 
+    ``whole_rows``: (out, lse) are of these very keys, so that P sums to one; not if they were merged over shards.
     A mask gradient and a softcap do not go together: dS as it is stored has the softcap's slope in it.
     """
     inputs = query, key, value_, terms.attn_mask
@@ -184,7 +186,7 @@ def backward(
     )  # fmt: skip
     for block in run.blocks:
         run.score(block)
-        if run.need_ds and block.all_keys and not terms.softcap:
+        if whole_rows and run.need_ds and block.all_keys and not terms.softcap:
             run.refine(block)
         if block.dq and run.mask_sum is not None:
             run.mask(block)
@@ -218,6 +220,13 @@ def _grad_scale(grad_out: torch.Tensor, value_: torch.Tensor, grad_lse: torch.Te
     return torch.exp2(torch.floor(15.0 - torch.log2(bound.clamp(2.0**-60, 2.0**60))))
 
 
+def mask_sum_bytes(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> int:
+    """Bytes of float32 sums that the gradient of a mask takes."""
+    if mask.shape[2] != query.shape[2] or mask.shape[3] != key.shape[2]:
+        return 4 * query.shape[0] * query.shape[1] * max(query.shape[2], key.shape[2])
+    return 4 * mask.shape[0] * mask.shape[1] * tiles(query.shape[2]) * tiles(key.shape[2]) * TILE * TILE
+
+
 class _Backward(_Call):
     """The operands of one backward call and its launches; delta is computed on construction."""
 
@@ -236,8 +245,10 @@ class _Backward(_Call):
         t = self.narrow = score_tiling(arch, "backward", s.head_dim, terms.kind)
         w = self.wide = value_tiling(arch, "backward", s.head_dim)
         self.d_tiles = -(-s.head_dim // w.width)
+        self.mask_sum = self._mask_sum(grads[3])
+        held = 0 if self.mask_sum is None else 4 * self.mask_sum.numel()
         self.blocks = backward_blocks(
-            s, cap, matrices=1 + self.need_ds, dq=self.need_dq or need_mask, dkv=self.need_dk or self.need_dv,
+            s, cap - held, matrices=1 + self.need_ds, dq=self.need_dq or need_mask, dkv=self.need_dk or self.need_dv,
             d_tiles=self.d_tiles, processors=processors(q.device),
         )  # fmt: skip
         most = max(x.slots * x.heads for x in self.blocks)
@@ -245,7 +256,6 @@ class _Backward(_Call):
         self.p, self.ds = q.new_empty((most * TILE, TILE)), q.new_empty((most_ds * TILE, TILE))
         self.row_sums = q.new_empty((2, most_ds * TILE), dtype=torch.float32).unbind()
         self.sums = self._sums()
-        self.mask_sum = self._mask_sum(grads[3])
         self.grad_lse = None if grad_lse is None else grad_lse.float().contiguous()
         self.grad_scale = _grad_scale(do, v, self.grad_lse) if self.scaled else None
         self.lse2, self.delta = self._row_terms(do, out, lse)

@@ -3,8 +3,8 @@
 Scores are kept in log2 units: ``s = scale * log2(e) * q.k``. Every kernel takes ``mods``, a tuple of what the options
 need at run time, and ``MODS``, bits that say which options there are (``terms.Terms.device`` makes both)::
 
-    mods = (mask pointer (bytes of a boolean one), its strides over batch, head, query, key, softcap in log2 units, rng pointer, drop threshold,
-            1 / scale)
+    mods = (mask pointer (bytes of a boolean one), its strides over batch, head, query, key, softcap in log2 units,
+            rng pointer, drop threshold, 1 / scale)
 
 Order, as in PyTorch's SDPA and in FlashAttention: scale, softcap, additive mask, then -inf for what is not visible.
 

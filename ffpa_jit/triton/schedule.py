@@ -20,6 +20,7 @@ from functools import lru_cache
 TILE = 128
 """Edge of a workspace tile: 32 KiB of fp16/bf16, one TMA box on either side of the value phase."""
 
+
 def few_queries(len_q: int, head_dim: int) -> bool:
     """Whether the kernels for few queries are faster than two phases.
 

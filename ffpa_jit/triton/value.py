@@ -191,8 +191,8 @@ def _key_side(
     if PARTIAL:
         kind = tl.where(is_dk, 0, 1)
         sums += (((kind * splits + split) * groups + g).to(tl.int64) * sum_rows + n_tile * TILE) * D
-    # The two differ in operands only, but a descriptor cannot be chosen at run time. Where only one is wanted the other's
-    # operands are None, and the branch must be one of compilation.
+    # The two differ in operands only, but a descriptor cannot be chosen at run time. Where only one is wanted, the
+    # other's operands are None, and the branch must be the compiler's.
     if NEED_DK and NEED_DV:
         if is_dk:
             _key_tile(ds_t_tiles, q, q_tail, dk, dk_tail, sums, scale, len_q, len_kv, owner, steps, place, block,

@@ -76,7 +76,7 @@ def test_every_two_options_go_together(case):
     case.run(HALF)
 
 
-@settings(FEW, max_examples=30)
+@settings(FEW, max_examples=20)
 @given(choice=st.fixed_dictionaries({name: st.sampled_from(values) for name, values in DENSE.items()}))
 def test_options_go_together_in_any_number(choice):
     if not small(**choice):
@@ -89,7 +89,7 @@ def test_every_two_options_go_together_on_packed_sequences(case):
     case.run(HALF)
 
 
-@settings(FEW, max_examples=20)
+@settings(FEW, max_examples=14)
 @given(
     choice=st.fixed_dictionaries({name: st.sampled_from(values) for name, values in VARLEN.items()}),
     lens=st.lists(st.tuples(st.integers(0, 40), st.integers(0, 60)), min_size=1, max_size=5),

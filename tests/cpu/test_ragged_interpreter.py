@@ -284,7 +284,7 @@ def test_the_usual_batch_needs_few_rounds():
     assert (rounds.chunks, rounds.together) == (1, 11)
     rounds = plan.backward_rounds(batch, 2**29, 32, 8, 512, 4, matrices=2, dkv=True)
     assert rounds.chunks <= 3
-    assert not rounds.partial
+    assert not rounds.fenced
 
 
 # The kernels
@@ -398,6 +398,14 @@ def test_chunks_of_whole_documents_need_no_sums(monkeypatch):
     assert not rounds[3].partial
     for x, y in zip(parts[2], whole[2], strict=True):
         assert torch.equal(x, y)
+
+
+def test_the_heads_of_a_group_may_come_in_halves(monkeypatch):
+    packed = Packed((390,), (390,), 4, 1, 264)
+    rounds = cut_calls(monkeypatch)
+    batch = plan.Batch(1, 390, 390, 390, 390, same=True)
+    check(packed, caps=(2**29, FIXED + plan.part_bytes(batch, 264) + 2 * batch.slots * (2 * SLOT + 1024)))
+    assert rounds[1].parts == 2
 
 
 @pytest.mark.parametrize("caps", [(2**12, 2**29), (2**29, 2**12), (2**29, FIXED + 2**18)])

@@ -375,7 +375,8 @@ def packed_step(lens: tuple[int, ...], **options) -> None:
 REPEATS: dict[str, tuple[Callable[[], None], ...]] = {
     "lengths": tuple(lambda n=n: dense_step(n, is_causal=True) for n in (300, 512, 777, 1024, 1001)),
     "lengths without a workspace": tuple(lambda n=n: dense_step(n, memory=0) for n in (300, 512, 777, 1001)),
-    "numbers of keys": tuple(lambda n=n: dense_step(400, n) for n in (300, 512, 777, 2048)),
+    "numbers of keys": tuple(lambda n=n: dense_step(400, n) for n in (300, 512, 777)),
+    "large numbers of keys": tuple(lambda n=n: dense_step(400, n) for n in (4096, 5000, 7001)),
     "seeds": tuple(lambda n=n: (torch.manual_seed(n), dense_step(300, dropout_p=0.1)) for n in (0, 1, 2**40)),
     "dropout rates": tuple(lambda p=p: dense_step(300, dropout_p=p) for p in (0.1, 0.5, 1 / 16)),
     "windows": tuple(lambda w=w: dense_step(300, window_size=w) for w in ((9, 9), (16, 16), (130, 8))),
@@ -453,8 +454,9 @@ def test_compile_makes_one_graph_for_all_packed_batches():
         for a, b in zip(grads, expected, strict=True):
             assert oracle.relative_error(a, b) < 1e-2
         graphs.append(counter.frame_count)
-    # torch may trace the first call twice (the first second length makes a dimension symbolic); no batch adds a graph.
-    assert len(set(graphs)) == 1
+    # The second batch may be traced again, which makes its sizes symbolic; none after it adds a graph.
+    assert graphs[0] == 1
+    assert graphs[-1] == graphs[1] <= 2
 
 
 def test_no_call_waits_for_the_gpu():
@@ -463,7 +465,7 @@ def test_no_call_waits_for_the_gpu():
     q, k, v, do, cu_q, cu_k = make_packed(case.packed, BF16, "cuda")
     q, k, v = leaves(q, k, v)
     shape = Shape(1, 4, 2, 300, 300, 512, True)
-    inputs = (*leaves(*make(shape, BF16, "cuda")[:3]), torch.randn(300, device="cuda", requires_grad=True))
+    inputs = (*leaves(*make(shape, BF16, "cuda")[:3]), torch.randn(1, 300, device="cuda", requires_grad=True))
     longest = [torch.tensor(40, dtype=torch.int32, device="cuda")] * 2
     few = make(Shape(1, 4, 2, 1, 5000, 512), BF16, "cuda")[:3]
 
@@ -543,7 +545,8 @@ def test_eighty_thousand_short_documents_run():
     dense = ffpa_attn_func(
         *(by_document(x) for x in (q, k, v)), is_causal=True, enable_gqa=True, backend="triton"
     )  # fmt: skip
-    worst = (by_document(out).float() - dense.float()).norm(dim=(1, 2, 3)) / dense.float().norm(dim=(1, 2, 3))
+    difference, size = (by_document(out).float() - dense.float()).flatten(1), dense.float().flatten(1)
+    worst = difference.norm(dim=1) / size.norm(dim=1)
     assert worst.max() < 1e-2
 
 

@@ -19,5 +19,5 @@ def test_the_example_runs(title, code, monkeypatch):
     exec(compile(code, title, "exec"), {"__name__": "example"})
 
 
-def test_there_are_five_examples():
-    assert len(EXAMPLES) == 5
+def test_there_are_eight_examples():
+    assert len(EXAMPLES) == 8

@@ -341,5 +341,5 @@ def inspect(
             for d in tl.range(0, D, BLOCK_D):
                 y = load_2d(x, s * 0, h, end, d, until, D, EDGE, BLOCK_D, False).to(tl.float32)
                 bad |= (y - y != 0.0).to(tl.int32)
-            if tl.max(tl.max(bad, 1), 0) > 0:
+            if tl.max(bad) > 0:
                 tl.store(head + UNSAFE, 1)

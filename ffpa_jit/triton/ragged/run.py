@@ -57,7 +57,7 @@ def forward(
 def backward(
     do: torch.Tensor, grad_lse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
     out: torch.Tensor, lse: torch.Tensor, cu_q: torch.Tensor, cu_k: torch.Tensor, terms: Terms, *,
-    needs: tuple[bool, bool, bool], max_q: int, max_k: int, arch: str, cap: int,
+    needs: tuple[bool, bool, bool], max_q: int, max_k: int, arch: str, cap: int, whole_rows: bool = True,
 ) -> Gradients:  # fmt: skip
     """(dQ, dK, dV), laid out as ``torch.empty_like`` of the inputs; None where ``needs`` is false. See ``forward``."""
     grads = tuple(torch.empty_like(x) if need else None for x, need in zip((q, k, v), needs, strict=True))
@@ -74,6 +74,7 @@ def backward(
         _view(do), grad_lse, _view(q), _view(k), _view(v), _view(out), lse, targets, cu_q, cu_k, terms, max_q, max_k,
         arch, cap,
     )  # fmt: skip
+    call.whole_rows = whole_rows
     call.run()
     for grad, target in zip(grads, targets, strict=True):
         if grad is not None and target is not None and target.data_ptr() != grad.data_ptr():
@@ -213,12 +214,16 @@ class _Forward(_Call):
         for rescue in self.variants:
             value.value_forward[self.grid(programs, rescue)](
                 *self.value_operands, self.tables.views, self.inverse_sum, head_first, sets, self.group, c,
-                BLOCK_N=w.block_n, TAIL=w.tail, BLOCK_K=w.block_k, RESCUE=rescue, **self.common, **w.options(),
+                BLOCK_N=w.block_n, TAIL=0 if rescue else w.tail, BLOCK_K=w.block_k, RESCUE=rescue, **self.common,
+                **w.options(),
             )  # fmt: skip
 
 
 class _Backward(_Call):
     """The operands of one backward call and its launches."""
+
+    whole_rows = True
+    """(out, lse) are of these very keys: not if they were merged over shards of keys."""
 
     def __init__(
         self, do: torch.Tensor, grad_lse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
@@ -286,7 +291,7 @@ class _Backward(_Call):
             **self.score_options, **self.common, **t.options(),
         )  # fmt: skip
         # With a softcap, dS as it is stored has the cap's slope in it.
-        if self.need_ds and not self.terms.softcap:
+        if self.whole_rows and self.need_ds and not self.terms.softcap:
             kernels.refine[(sets * r.heads * r.rows,)](
                 self.p, self.ds, views, *self.row_sums, self.delta, self.grad_lse, self.grad_scale, *place, self.padded,
                 self.len_q, c, MODS=self.score_options["MODS"], HAS_GRAD_LSE=self.grad_lse is not None,
@@ -301,7 +306,7 @@ class _Backward(_Call):
             value.value_backward[self.grid(programs, rescue)](
                 *self.value_operands, self.tables.views, self.sums, sum_rows, self.grad_scale,
                 self.terms.scale, self.terms.keep_scale, *place, part, c, self.batch.left, self.batch.right,
-                BLOCK_N=w.block_n, TAIL=w.tail, BLOCK_K=w.block_k, NEED_DQ=self.need_dq, NEED_DK=self.need_dk,
-                NEED_DV=self.need_dv, PARTIAL=r.partial, SCALED=self.scaled, RESCUE=rescue, **self.common,
-                **w.options(),
+                BLOCK_N=w.block_n, TAIL=0 if rescue else w.tail, BLOCK_K=w.block_k, NEED_DQ=self.need_dq,
+                NEED_DK=self.need_dk, NEED_DV=self.need_dv, PARTIAL=r.partial, SCALED=self.scaled, RESCUE=rescue,
+                **self.common, **w.options(),
             )  # fmt: skip

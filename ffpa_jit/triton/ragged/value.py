@@ -65,9 +65,9 @@ def _idle(tables, RESCUE: tl.constexpr):
 def _check(acc, tail, packed, tables, TAIL: tl.constexpr):
     """Leave a mark if a NaN came out of a packed segment."""
     if packed:
-        bad = tl.max(tl.max((acc != acc).to(tl.int32), 1), 0)
+        bad = tl.max((acc != acc).to(tl.int32))
         if TAIL > 0:
-            bad |= tl.max(tl.max((tail != tail).to(tl.int32), 1), 0)
+            bad |= tl.max((tail != tail).to(tl.int32))
         if bad != 0:
             tl.store(tables[0] + UNSAFE_PACKS, 1)
 
