@@ -44,8 +44,8 @@ class DecodeTiling:
     """Launch configuration of the kernel for few query rows (``decode_kernels``).
 
     ``rows``: of a tile. ``block_n``: keys of a step. ``fold``: parts of D that warps share. ``per_processor``: programs
-    that fit a processor, as far as shared memory goes. ``precise``: P as a sum of two numbers. ``hopper``: the kernel
-    of ``decode_hopper`` instead, which has shapes of its own.
+    that are to fit a processor. ``precise``: P as a sum of two numbers. ``hopper``: the kernel of
+    ``decode_hopper`` instead, which has shapes of its own.
     """
 
     rows: int

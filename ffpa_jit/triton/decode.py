@@ -106,7 +106,7 @@ def _launch(
         decode_kernels.attend[grid](
             rows_of_q, *(bind(x, t.block_n, cols, tma) for x in (k, v) for cols in widths), *results, mods, *factors,
             *counts, W0=widths[0], ROWS=t.rows, BLOCK_N=t.block_n, FOLD=t.fold, PRECISE=t.precise, MODS=bits, TMA=tma,
-            num_stages=t.stages, **common,
+            num_stages=t.stages, **register_limit(t, arch, bits), **common,
         )  # fmt: skip
     if splits > 1:
         width = 1024 if arch == "interpreter" else 128  # interpreted, a program costs the same whatever its size
@@ -114,6 +114,17 @@ def _launch(
             *results, terms.keep_scale, len_q, heads_kv, group, splits, D=head_dim, BLOCK_D=width, CHUNK=16,
             num_warps=4,
         )  # fmt: skip
+
+
+def register_limit(t: DecodeTiling, arch: str, bits: int) -> dict[str, int]:
+    """How many registers a thread may take for ``per_processor`` programs to fit, where there are no options.
+
+    Told nothing, ptxas spills a few to fit a program more than shared memory has room for.
+    """
+    if not arch.startswith("sm_"):
+        return {}
+    programs = 1 if bits else t.per_processor
+    return {"maxnreg": min(65536 // (programs * 32 * t.warps) // 8 * 8, 255)}
 
 
 @cache

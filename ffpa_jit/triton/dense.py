@@ -201,10 +201,12 @@ def backward(
     return grads
 
 
-def _grad_scale(grad_out: torch.Tensor, value_: torch.Tensor, grad_lse: torch.Tensor | None) -> torch.Tensor:
+def _grad_scale(
+    grad_out: torch.Tensor, value_: torch.Tensor, grad_lse: torch.Tensor | None, keep_scale: float = 1.0
+) -> torch.Tensor:
     """For every key head [B * Hkv], the power of two that puts its float16 dS near the top of the range, on the device.
 
-    ``|dP - delta| <= 2 |dO row| |V row| + |dlse|``, so with this factor no dS exceeds 2^15, and small gradients keep
+    ``|Z dP - delta| <= 2 keep_scale |dO row| |V row| + |dlse|``, so with this factor no dS exceeds 2^15, and small gradients keep
     their bits whatever the loss scale or the size of other heads' gradients. Rows that are not finite have no say: they
     spoil what depends on them, but not the scale of the rest.
     """
@@ -214,7 +216,7 @@ def _grad_scale(grad_out: torch.Tensor, value_: torch.Tensor, grad_lse: torch.Te
         return finite.reshape(value_.shape[0] * value_.shape[1], -1).amax(1)
 
     norm = functools.partial(torch.linalg.vector_norm, dim=-1, dtype=torch.float32)
-    bound = 2.0 * largest(norm(grad_out)) * largest(norm(value_))
+    bound = 2.0 * keep_scale * largest(norm(grad_out)) * largest(norm(value_))
     if grad_lse is not None:
         bound = bound + largest(grad_lse.abs())
     return torch.exp2(torch.floor(15.0 - torch.log2(bound.clamp(2.0**-60, 2.0**60))))
@@ -257,7 +259,7 @@ class _Backward(_Call):
         self.row_sums = q.new_empty((2, most_ds * TILE), dtype=torch.float32).unbind()
         self.sums = self._sums()
         self.grad_lse = None if grad_lse is None else grad_lse.float().contiguous()
-        self.grad_scale = _grad_scale(do, v, self.grad_lse) if self.scaled else None
+        self.grad_scale = _grad_scale(do, v, self.grad_lse, terms.keep_scale) if self.scaled else None
         self.lse2, self.delta = self._row_terms(do, out, lse)
 
         self.score_operands = [bind(x, TILE, t.block_k, tma) for x in (q, k, v, do)]

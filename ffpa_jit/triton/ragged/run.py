@@ -251,7 +251,7 @@ class _Backward(_Call):
         by_key = part_bytes if r.parts > 1 else sum_bytes
         self.sums = q.new_empty(by_key(self.batch, self.head_dim) // 4, dtype=torch.float32) if r.partial else None
         self.grad_lse = None if grad_lse is None else grad_lse.float().contiguous()
-        self.grad_scale = _grad_scale(do, v, self.grad_lse) if self.scaled else None
+        self.grad_scale = _grad_scale(do, v, self.grad_lse, terms.keep_scale) if self.scaled else None
         self.lse2, self.delta = self._row_terms(do, out, lse)
 
         self.score_operands = [bind(x, TILE, t.block_k, self.tma) for x in (q, k, v, do)]
