@@ -9,6 +9,7 @@ from typing import NoReturn
 
 import torch
 
+from ffpa_jit import context
 from ffpa_jit.backends import CUDABackend
 from ffpa_jit.cuda import kernels
 from ffpa_jit.cuda.driver import CudaError
@@ -92,6 +93,7 @@ class CUDAKernels:
         arch = device_arch(query.device.type, query.device.index)
         spec = spec_for(arch, query.shape[-1], _name(query.dtype), options.acc, options.stages)
         with torch.cuda.device(query.device):
+            context.ensure(query.device)
             return dense.forward(
                 _loaded(spec),
                 spec,

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from ffpa_jit import context
 from ffpa_jit.problem import Problem, Refusal, device_arch
 from ffpa_jit.settings import workspace_bytes
 from ffpa_jit.triton import bundle
@@ -235,6 +236,7 @@ _compiled: set[tuple[object, ...]] = set()
 
 def _compiling(direction: str, arch: str, query: torch.Tensor, terms: Terms) -> AbstractContextManager[None]:
     """Says on the logger `ffpa_jit` (INFO) that a first call compiles, and afterwards how long it took."""
+    context.ensure(query.device)
     key = direction, arch, query.shape[-1], query.dtype, terms.is_causal, terms.banded, terms.kinds
     if key in _compiled or arch == "interpreter":
         return nullcontext()

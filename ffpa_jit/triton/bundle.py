@@ -87,10 +87,10 @@ def key_of(spec: TritonSpec) -> Key:
 
 def _source_digest(arch: str) -> str:
     folder = Path(__file__).parent
-    files = [path for path in sorted(folder.glob("*.py")) if path.name not in _NOT_SOURCES]
+    files = [path for path in sorted(folder.rglob("*.py")) if path.name not in _NOT_SOURCES]
     digest = hashlib.sha256(str(_FORMAT).encode())
     for path in (*files, folder / "configs" / f"{family(arch)}.json"):
-        digest.update(path.name.encode() + b"\0" + hashlib.sha256(path.read_bytes()).digest())
+        digest.update(str(path.relative_to(folder)).encode() + b"\0" + hashlib.sha256(path.read_bytes()).digest())
     return digest.hexdigest()
 
 

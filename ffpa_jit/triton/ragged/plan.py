@@ -233,14 +233,11 @@ def backward_rounds(
         return _rounds(batch, together=together, heads=group, stride=batch.slots, unit=0, group_rows=group_rows,
                        cut_above=NEVER, fenced=False)  # fmt: skip
     if group % 2 == 0:
-        # Half of the heads at a time: rounds as large, of key tiles whose contractions are half as long, and which no
-        # longer outlast the rest of the round.
+        # Half of the heads at a time, if that takes no chunks: no more rounds than otherwise, and no larger ones, of key
+        # tiles whose contractions are half as long, so that they do not outlast the rest of the round.
         half = (cap - part_bytes(batch, head_dim)) // (slot_bytes * (group // 2))
-        if batch.slots <= half or 2 * batch.segment_slots <= half:
-            whole = batch.slots <= half
-            unit = 0 if whole else batch.segment_slots
-            stride = batch.slots if whole else half - unit
-            cut = _rounds(batch, together=1, heads=group // 2, stride=stride, unit=unit, group_rows=group_rows,
+        if batch.slots <= half:
+            cut = _rounds(batch, together=1, heads=group // 2, stride=batch.slots, unit=0, group_rows=group_rows,
                           cut_above=NEVER, fenced=False)  # fmt: skip
             return replace(cut, parts=2)
     if 2 * batch.segment_slots <= room:
