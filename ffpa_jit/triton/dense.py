@@ -207,8 +207,8 @@ def _grad_scale(
     """For every key head [B * Hkv], the power of two that puts its float16 dS near the top of the range, on the device.
 
     ``|Z dP - delta| <= 2 keep_scale |dO row| |V row| + |dlse|``, so with this factor no dS exceeds 2^15, and small
-    gradients keep their bits whatever the loss scale or the size of other heads' gradients. Rows that are not finite have no say: they
-    spoil what depends on them, but not the scale of the rest.
+    gradients keep their bits whatever the loss scale or the size of other heads' gradients. Rows that are not finite
+    have no say: they spoil what depends on them, but not the scale of the rest.
     """
 
     def largest(x: torch.Tensor) -> torch.Tensor:

@@ -65,10 +65,9 @@ SAMPLES = (
     Sample(grad_lse=True),  # of a call with return_lse
     Sample(1, 1, 1024, workspace=2 << 20),  # the workspace does not hold one head: two passes, keys in whole columns
     Sample(16, 1, 1024, workspace=2 << 20),  # nor a column of a group: two passes with float32 sums
-    Sample(queries=1),
-    Sample(length=4096, processors=132, queries=1),  # the keys are split
-    Sample(queries=32),
-    Sample(length=4096, processors=132, queries=32),
+    # Few queries: tiles of 16, 32 and 64 rows, with keys in one part and in several.
+    *(Sample(queries=n) for n in (1, 12, 32)),
+    *(Sample(length=4096, processors=132, queries=n) for n in (1, 12, 32)),
 )
 """Between them, every kernel that a forward or a backward with all three gradients launches."""
 

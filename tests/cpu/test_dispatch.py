@@ -51,7 +51,7 @@ FIELDS = {
     SDPABackend: {"name", "forward", "backward", "high_precision_grad"},
     TritonBackend: {
         "name", "forward", "backward", "autotune", "autotune_mode", "enable_tma", "enable_ws", "persist_dkdv",
-        "split_launch", "preprocess_d_chunk", "grad_kv_storage_dtype", "grad_q_storage_dtype", "workspace_mb",
+        "split_launch", "preprocess_d_chunk", "grad_kv_storage_dtype", "grad_q_storage_dtype", "workspace_mb", "merged",
     },
     CUDABackend: {"name", "forward", "backward", "acc", "stages"},
     CuTeDSLBackend: {"name", "forward", "backward", "grad_kv_storage_dtype"},

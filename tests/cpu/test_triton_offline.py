@@ -54,6 +54,8 @@ def listen(*, src, cache_hit, **_):
 knobs.compilation.listener = listen
 calls = [offline.Sample(heads, kv, n, transposed=t)
          for heads, kv in ((1, 1), (32, 8), (16, 1)) for n in (1, 1000, 1001, 8192) for t in (False, True)]
+calls += [offline.Sample(heads, kv, n, processors=132, queries=few)
+          for heads, kv in ((1, 1), (32, 4)) for n in (1, 4000, 131072) for few in (1, 2, 8, 17)]
 launches = offline.compile_call("sm_90", 512, torch.bfloat16, backward=False, samples=calls)
 modules = offline.helper_modules([launch.kernel for launch in launches], None)
 print(json.dumps({"compiled": compiled, "found": sorted(set(found)), "modules": [m.name for m in modules]}))
@@ -67,7 +69,7 @@ def carried(tmp_path_factory):
     here = {"FFPA_JIT_CACHE_DIR": str(made / "ours"), "TRITON_CACHE_DIR": str(made / "triton")}
     path, how, note, meta = json.loads(run_python(WARM, **here))
     assert (how, note) == ("built", "")
-    assert meta["kernels"] == 8, "four kernels, with and without a causal mask"
+    assert meta["kernels"] == 15, "four kernels, with and without a causal mask, and seven for few queries"
     again = json.loads(run_python(WARM, **here))
     assert again[:2] == [path, "hit"]
     tar = made / "kernels.tar.gz"
@@ -91,7 +93,7 @@ def test_a_later_call_compiles_nothing(carried, tmp_path, monkeypatch, restored_
                f"default_cache().import_(Path({str(tar)!r}))", **there)  # fmt: skip
     played = json.loads(run_python(f"RESTORE = {restored_by!r}\nimport json\n{PLAY}", **there))
     assert played["compiled"] == []
-    assert played["found"] == ["combine", "row_reference", "score_forward", "value_forward"]
+    assert played["found"] == ["attend", "combine", "row_reference", "score_forward", "value_forward"]
     assert played["modules"] == []
 
 

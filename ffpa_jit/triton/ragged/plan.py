@@ -233,8 +233,8 @@ def backward_rounds(
         return _rounds(batch, together=together, heads=group, stride=batch.slots, unit=0, group_rows=group_rows,
                        cut_above=NEVER, fenced=False)  # fmt: skip
     if group % 2 == 0:
-        # Half of the heads at a time, if that takes no chunks: no more rounds than otherwise, and no larger ones, of key
-        # tiles whose contractions are half as long, so that they do not outlast the rest of the round.
+        # Half of the heads at a time, if that takes no chunks: no more rounds than otherwise, of key tiles whose
+        # contractions are half as long, so that they do not outlast the rest of the round.
         half = (cap - part_bytes(batch, head_dim)) // (slot_bytes * (group // 2))
         if batch.slots <= half:
             cut = _rounds(batch, together=1, heads=group // 2, stride=batch.slots, unit=0, group_rows=group_rows,
