@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -701,3 +702,23 @@ def test_dropout_runs_on_another_device_than_the_current_one(device):
         q, k, v, _ = make(Shape(1, 2, 1, 200, 300, 512), BF16, f"cuda:{device}")
         out, lse = ffpa_attn_func(q, k, v, dropout_p=0.3, enable_gqa=True, backend="triton", return_lse=True)
     oracle.check(q, k, v, out=out, lse=lse, kept=philox.kept(words, (1, 2, 200, 300), 0.3))
+
+
+def test_the_first_launch_of_a_thread_may_be_ours():
+    """A thread has no CUDA context before its first call of the runtime, and a cached block of memory needs none."""
+    q, k, v, _ = make(Shape(1, 2, 1, 300, 300, 512), BF16, "cuda")
+    expected = ffpa_attn_func(q, k, v, enable_gqa=True, backend="triton")
+    torch.cuda.synchronize()
+    found = []
+
+    def run() -> None:
+        try:
+            found.append(ffpa_attn_func(q, k, v, enable_gqa=True, backend="triton"))
+        except RuntimeError as error:
+            found.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert isinstance(found[0], torch.Tensor), found[0]
+    assert torch.equal(found[0], expected)
