@@ -22,24 +22,10 @@ KEYS_OF_MANY = 768
 
 MOST_WAVES = 4
 
-MOST_QUERIES = 64
-"""Beyond, the two-phase kernels are faster: a row tile of 64 for each head of a group costs what their 128 rows do."""
-
 GLUON = (3, 5), (3, 9)
 """The first and the last version of Triton that ``decode_hopper`` compiles with."""
 
 _MASK, _ROWS, _ALIGNED = 3, 4, 16  # bits of ``epilogue``, as in ``terms``
-
-
-def suits(
-    heads_q: int, heads_kv: int, len_q: int, len_kv: int, head_dim: int, batch: int, processors: int
-) -> bool:  # fmt: skip
-    """Whether these kernels are faster than the two-phase ones.
-
-    They read K and V once for every 64 rows of a group (32 above D=512), the two-phase kernels compute 128 rows of each
-    head whatever there are: on an H200 the two take the same time at about 64 queries (32).
-    """
-    return 0 < len_q <= (MOST_QUERIES if head_dim <= 512 else MOST_QUERIES // 2)
 
 
 def forward(
