@@ -26,7 +26,7 @@ Their twins for packed sequences are in `ops_varlen`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -36,19 +36,18 @@ from ffpa_jit import registry, sdpa
 from ffpa_jit.backends import decode
 
 __all__ = [
-    "NAMESPACE",
     "TAGS",
     "attend",
     "flash_attn",
     "flash_attn_backward",
     "gradients",
     "library",
-    "no_second_derivative",
+    "register",
     "unwatched",
 ]
 
-NAMESPACE = "ffpa_jit"
-library = torch.library.Library(NAMESPACE, "DEF")
+_NAMESPACE = "ffpa_jit"
+library = torch.library.Library(_NAMESPACE, "DEF")
 
 # The fake kernels derive the outputs' strides from the inputs', so a compiler must hand over the inputs as it traced
 # them. "exact" appeared after torch 2.6; "fixed order" is the same promise for dense tensors.
@@ -161,13 +160,7 @@ def gradients(
     )
 
 
-def _backward(*arguments: Any) -> tuple[torch.Tensor, ...]:
-    """`gradients` as the operator returns them: with empty tensors for what is not needed."""
-    query = arguments[2]
-    return tuple(query.new_empty(0) if grad is None else grad for grad in gradients(*arguments))
-
-
-def _backward_fake(
+def _gradients_fake(
     grad_out: torch.Tensor,
     grad_lse: torch.Tensor | None,
     query: torch.Tensor,
@@ -245,13 +238,48 @@ def no_second_derivative(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.T
     )
 
 
-for _key in ("CUDA", "CPU"):  # ROCm devices use the CUDA key; the CPU serves Triton's interpreter
-    library.impl("flash_attn", _forward, _key)
-    library.impl("flash_attn_backward", _backward, _key)
-torch.library.register_fake(f"{NAMESPACE}::flash_attn", _forward_fake, lib=library)
-torch.library.register_fake(f"{NAMESPACE}::flash_attn_backward", _backward_fake, lib=library)
-torch.library.register_autograd(f"{NAMESPACE}::flash_attn", _differentiate, setup_context=_save, lib=library)
-torch.library.register_autograd(f"{NAMESPACE}::flash_attn_backward", no_second_derivative, lib=library)
+def register(
+    name: str,
+    forward: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+    forward_fake: Callable[..., Any],
+    gradients: Callable[..., tuple[torch.Tensor | None, ...]],
+    gradients_fake: Callable[..., Any],
+    save: Callable[..., None],
+    differentiate: Callable[..., tuple[torch.Tensor | None, ...]],
+) -> type[torch.autograd.Function]:
+    """Implement the operators `name` and `name`_backward, which are defined.
+
+    Returns the first without the dispatcher, as an autograd function: the same forward, the same formula backward.
+    """
+
+    def backward(*arguments: Any) -> tuple[torch.Tensor, ...]:
+        # As the operator returns them: with empty tensors for what is not needed.
+        query = arguments[2]
+        return tuple(query.new_empty(0) if grad is None else grad for grad in gradients(*arguments))
+
+    for key in ("CUDA", "CPU"):  # ROCm devices use the CUDA key; the CPU serves Triton's interpreter
+        library.impl(name, forward, key)
+        library.impl(f"{name}_backward", backward, key)
+    torch.library.register_fake(f"{_NAMESPACE}::{name}", forward_fake, lib=library)
+    torch.library.register_fake(f"{_NAMESPACE}::{name}_backward", gradients_fake, lib=library)
+    torch.library.register_autograd(f"{_NAMESPACE}::{name}", differentiate, setup_context=save, lib=library)
+    torch.library.register_autograd(f"{_NAMESPACE}::{name}_backward", no_second_derivative, lib=library)
+
+    class Attend(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+            output = forward(*inputs)
+            save(ctx, inputs, output)
+            return output
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> tuple[torch.Tensor | None, ...]:
+            return differentiate(ctx, *grads)
+
+    return Attend
+
+
+_Attend = register("flash_attn", _forward, _forward_fake, gradients, _gradients_fake, _save, _differentiate)
 
 flash_attn = torch.ops.ffpa_jit.flash_attn.default
 flash_attn_backward = torch.ops.ffpa_jit.flash_attn_backward.default
@@ -284,20 +312,6 @@ def unwatched(*tensors: torch.Tensor) -> bool:
             for tensor in tensors
         )
     )
-
-
-class _Attend(torch.autograd.Function):
-    """`flash_attn` without the dispatcher: the same forward, and the same formula backward."""
-
-    @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        output = _forward(*inputs)
-        _save(ctx, inputs, output)
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[torch.Tensor | None, ...]:
-        return _differentiate(ctx, *grads)
 
 
 def attend(

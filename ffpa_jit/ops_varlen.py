@@ -24,7 +24,7 @@ import torch
 
 from ffpa_jit import registry
 from ffpa_jit.backends import decode
-from ffpa_jit.ops import NAMESPACE, TAGS, library, no_second_derivative, unwatched
+from ffpa_jit.ops import TAGS, library, register, unwatched
 
 __all__ = ["attend", "flash_attn_varlen", "flash_attn_varlen_backward", "gradients"]
 
@@ -144,13 +144,7 @@ def gradients(
     )
 
 
-def _backward(*arguments: Any) -> tuple[torch.Tensor, ...]:
-    """`gradients` as the operator returns them: with empty tensors for what is not needed."""
-    query = arguments[2]
-    return tuple(query.new_empty(0) if grad is None else grad for grad in gradients(*arguments))
-
-
-def _backward_fake(
+def _gradients_fake(
     grad_out: torch.Tensor,
     grad_lse: torch.Tensor | None,
     query: torch.Tensor,
@@ -195,30 +189,10 @@ def _differentiate(
     return (*[grad if need else None for grad, need in zip(grads, needs, strict=True)], *constants)
 
 
-for _key in ("CUDA", "CPU"):
-    library.impl("flash_attn_varlen", _forward, _key)
-    library.impl("flash_attn_varlen_backward", _backward, _key)
-torch.library.register_fake(f"{NAMESPACE}::flash_attn_varlen", _forward_fake, lib=library)
-torch.library.register_fake(f"{NAMESPACE}::flash_attn_varlen_backward", _backward_fake, lib=library)
-torch.library.register_autograd(f"{NAMESPACE}::flash_attn_varlen", _differentiate, setup_context=_save, lib=library)
-torch.library.register_autograd(f"{NAMESPACE}::flash_attn_varlen_backward", no_second_derivative, lib=library)
+_Attend = register("flash_attn_varlen", _forward, _forward_fake, gradients, _gradients_fake, _save, _differentiate)
 
 flash_attn_varlen = torch.ops.ffpa_jit.flash_attn_varlen.default
 flash_attn_varlen_backward = torch.ops.ffpa_jit.flash_attn_varlen_backward.default
-
-
-class _Attend(torch.autograd.Function):
-    """`flash_attn_varlen` without the dispatcher: the same forward, and the same formula backward."""
-
-    @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        output = _forward(*inputs)
-        _save(ctx, inputs, output)
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[torch.Tensor | None, ...]:
-        return _differentiate(ctx, *grads)
 
 
 def attend(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:

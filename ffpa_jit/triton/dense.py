@@ -12,7 +12,7 @@ from ffpa_jit.triton import mask_gradient, mask_tiles, rows, score, value
 from ffpa_jit.triton.configs import score_tiling, uses_tma, value_tiling
 from ffpa_jit.triton.launch import bind, bind_tiles, operand, processors
 from ffpa_jit.triton.schedule import TILE, Block, Shape, backward_blocks, forward_blocks, grid_tiles, tiles
-from ffpa_jit.triton.terms import UNLIMITED, Terms
+from ffpa_jit.triton.terms import Terms
 
 EXPONENT_WINDOW = {torch.bfloat16: (64, 32), torch.float16: (0, 15)}
 """dtype -> (SHIFT, HEADROOM) of ``score``: where P sits in the exponent range, and how far a score may exceed it."""
@@ -33,7 +33,7 @@ class _Call:
         self.ptx, self.tma = arch.startswith("sm_"), uses_tma(arch)
         self.mods, bits = terms.modifiers
         visible = BAND if self.s.banded else CAUSAL if terms.is_causal else FULL
-        self.left, self.right = min(terms.left, UNLIMITED), min(terms.right, UNLIMITED)
+        self.left, self.right = terms.left, terms.right
         self.shape = {"SHAPE": visible, "MODS": bits, "TILE": TILE}
         self.common = {"D": d, "TMA": self.tma, **self.shape}
         self.skips = None if terms.attn_mask is None else self._skips(terms.attn_mask, q.device)

@@ -57,7 +57,7 @@ def capped(s, mods, MODS: tl.constexpr):
 
 
 @triton.jit
-def _mask_values(mods, b, h, rows, cols, len_q, len_kv, MODS: tl.constexpr):
+def mask_values(mods, b, h, rows, cols, len_q, len_kv, MODS: tl.constexpr):
     """The mask at (rows, cols): [ROWS, COLS], or [1, COLS] where it is the same for all rows.
 
     ``h``: a head, or one for each row. Outside the problem: not visible, or 0 for an additive mask.
@@ -87,9 +87,9 @@ def _mask_values(mods, b, h, rows, cols, len_q, len_kv, MODS: tl.constexpr):
 def masked(s, mods, b, h, rows, cols, len_q, len_kv, MODS: tl.constexpr):
     """``s`` under the attention mask, if there is one: -inf where it hides a key."""
     if MASK_BOOL & MODS:
-        s = tl.where(_mask_values(mods, b, h, rows, cols, len_q, len_kv, MODS), s, float("-inf"))
+        s = tl.where(mask_values(mods, b, h, rows, cols, len_q, len_kv, MODS), s, float("-inf"))
     if MASK_ADD & MODS:
-        bias = _mask_values(mods, b, h, rows, cols, len_q, len_kv, MODS).to(tl.float32)
+        bias = mask_values(mods, b, h, rows, cols, len_q, len_kv, MODS).to(tl.float32)
         s += bias * LOG2E
         # -inf stays, what was finite and is lower than FLOOR does not. (A maximum would hide a NaN.)
         s = tl.where((s < FLOOR) & (bias > float("-inf")), FLOOR, s)
@@ -103,7 +103,7 @@ def mask_start(mods, b, h, rows, cols, len_q, len_kv, MODS: tl.constexpr, ROWS: 
     Beside finished scores a tile of the mask does not fit the registers of one warpgroup; before the product nothing
     else is there. Not with a softcap, which comes before the mask, nor with a scale that is not positive.
     """
-    values = _mask_values(mods, b, h, rows, cols, len_q, len_kv, MODS)
+    values = mask_values(mods, b, h, rows, cols, len_q, len_kv, MODS)
     if MASK_BOOL & MODS:
         start = tl.where(values, 0.0, float("-inf"))
     else:
@@ -143,11 +143,9 @@ def slope_at(s, mods):
 
 
 @triton.jit
-def slope(p, lse2, mods, b, h, rows, cols, len_q, len_kv, MODS: tl.constexpr):
-    """Derivative of the softcap, ``1 - tanh^2``, got back from the probability: keeping the scores would spill."""
+def slope(p, lse2, mods):
+    """``slope_at``, got back from the probability where no additive mask is in it: keeping the scores would spill."""
     s = tl.log2(p) + lse2[:, None]
-    if MASK_ADD & MODS:
-        s -= _mask_values(mods, b, h, rows, cols, len_q, len_kv, MODS).to(tl.float32) * LOG2E
     t = tl.where(p > 0.0, s / mods[5], 1.0)
     return tl.maximum(1.0 - t * t, 0.0)
 

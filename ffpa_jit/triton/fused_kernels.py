@@ -38,8 +38,9 @@ from .epilogue import (
     probability,
     slope_at,
 )  # fmt: skip
-from .operands import load_2d, store_2d
+from .operands import load_2d
 from .score import from_storage, to_storage
+from .value import accumulators, multiply, store_both
 
 LAZY = tl.constexpr(8.0)
 """Powers of two by which a score may exceed its row's reference before the accumulators are rescaled."""
@@ -146,33 +147,6 @@ def _visible(s, row, rows, col, cols, counts, ROWS: tl.constexpr, COLS: tl.const
 
 
 @triton.jit
-def _multiply(
-    acc, tail, a, y, y_tail, b, h, row, n_rows, d,
-    D: tl.constexpr, BLOCK_N: tl.constexpr, TAIL: tl.constexpr, STRIP: tl.constexpr, TMA: tl.constexpr,
-):  # fmt: skip
-    """``A [TILE, STRIP]`` times STRIP rows of Y, added to both accumulators."""
-    acc = tl.dot(a, load_2d(y, b, h, row, d, n_rows, D, STRIP, BLOCK_N, TMA), acc)
-    if TAIL > 0:
-        tail = tl.dot(a, load_2d(y_tail, b, h, row, d + BLOCK_N, n_rows, D, STRIP, TAIL, TMA), tail)
-    return acc, tail
-
-
-@triton.jit
-def _zeros(BLOCK_N: tl.constexpr, TAIL: tl.constexpr, TILE: tl.constexpr):
-    return tl.zeros([TILE, BLOCK_N], tl.float32), tl.zeros([TILE, TAIL if TAIL > 0 else 16], tl.float32)
-
-
-@triton.jit
-def _store(
-    x, x_tail, acc, tail, b, h, row, n_rows, d,
-    D: tl.constexpr, BLOCK_N: tl.constexpr, TAIL: tl.constexpr, TMA: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    store_2d(x, b, h, row, d, n_rows, acc, D, TILE, BLOCK_N, TMA)
-    if TAIL > 0:
-        store_2d(x_tail, b, h, row, d + BLOCK_N, n_rows, tail, D, TILE, TAIL, TMA)
-
-
-@triton.jit
 def _storage_type(x, TMA: tl.constexpr):
     """A value of the operand's dtype: jitted functions return values, not types."""
     if TMA:
@@ -210,7 +184,7 @@ def fused_forward(
     reference = tl.full([TILE], float("-inf"), tl.float32)
     total = tl.zeros([TILE], tl.float32)
     mass = tl.zeros([TILE], tl.float32)
-    acc, tail = _zeros(BLOCK_N, TAIL, TILE)
+    acc, tail = accumulators(BLOCK_N, TAIL, TILE)
     first, last = _key_strips(row, row + TILE, len_q, len_kv, left, right, STRIP)
     for col in tl.range(first, last, STRIP):
         start = _start(mods, b, h, row, col, counts, MODS, TILE, STRIP)
@@ -238,7 +212,7 @@ def fused_forward(
             mass += tl.sum(from_storage(p, PTX), 1)
             if DROPOUT & MODS:
                 p = tl.where(kept(mods, head, rows, col, TILE, STRIP), p, tl.zeros([TILE, STRIP], dtype))
-            acc, tail = _multiply(acc, tail, p, v, v_tail, b, h // group, col, len_kv, d,
+            acc, tail = multiply(acc, tail, p, v, v_tail, b, h // group, col, len_kv, d,
                                   D, BLOCK_N, TAIL, STRIP, TMA)  # fmt: skip
 
     empty = total == 0.0
@@ -246,7 +220,7 @@ def fused_forward(
     # Not only a factor of 0: V may hold an infinity that such a row must not see.
     acc = tl.where(empty[:, None], 0.0, acc * inverse)
     tail = tl.where(empty[:, None], 0.0, tail * inverse)
-    _store(out, out_tail, acc, tail, b, h, row, len_q, d, D, BLOCK_N, TAIL, TMA, TILE)
+    store_both(out, out_tail, acc, tail, b, h, row, len_q, d, D, BLOCK_N, TAIL, TMA, TILE)
     if d == 0:
         tl.store(lse_ptr + head.to(tl.int64) * len_q + rows, finish_lse(reference, total), mask=rows < len_q)
 
@@ -323,7 +297,7 @@ def fused_query_gradient(
     grad_scale = 1.0
     if SCALED:
         grad_scale = tl.load(grad_scale_ptr + head // group)
-    acc, tail = _zeros(BLOCK_N, TAIL, TILE)
+    acc, tail = accumulators(BLOCK_N, TAIL, TILE)
     first, last = _key_strips(row, row + TILE, len_q, len_kv, left, right, STRIP)
     for col in tl.range(first, last, STRIP):
         start = _start(mods, b, h, row, col, counts, MODS, TILE, STRIP)
@@ -335,10 +309,10 @@ def fused_query_gradient(
                                   counts, mods, MODS, True, D, BLOCK_K, TILE, STRIP, False, TMA, TILE)  # fmt: skip
             if SCALED:
                 ds *= grad_scale
-            acc, tail = _multiply(acc, tail, to_storage(ds, dtype, PTX), keys, keys_tail, b, h // group, col, len_kv,
+            acc, tail = multiply(acc, tail, to_storage(ds, dtype, PTX), keys, keys_tail, b, h // group, col, len_kv,
                                   d, D, BLOCK_N, TAIL, STRIP, TMA)  # fmt: skip
     scale /= grad_scale
-    _store(dq, dq_tail, acc * scale, tail * scale, b, h, row, len_q, d, D, BLOCK_N, TAIL, TMA, TILE)
+    store_both(dq, dq_tail, acc * scale, tail * scale, b, h, row, len_q, d, D, BLOCK_N, TAIL, TMA, TILE)
 
 
 @triton.jit(do_not_specialize=_COUNTS)
@@ -371,7 +345,7 @@ def fused_key_gradient(
         grad_scale = P_SCALE
     elif SCALED:
         grad_scale = tl.load(grad_scale_ptr + pair)
-    acc, tail = _zeros(BLOCK_N, TAIL, TILE)
+    acc, tail = accumulators(BLOCK_N, TAIL, TILE)
     first, last = _row_strips(col, col + TILE, len_q, len_kv, left, right, STRIP)
     per_head = tl.maximum(tl.cdiv(last - first, STRIP), 0)
     for i in tl.range(0, per_head * group):
@@ -393,10 +367,10 @@ def fused_key_gradient(
                                      counts, mods, MODS, True, D, BLOCK_K, STRIP, TILE, True, TMA, TILE)  # fmt: skip
             if SCALED:
                 a *= grad_scale
-            acc, tail = _multiply(acc, tail, to_storage(a, dtype, PTX).T, rows_side, rows_side_tail, b, h, row, len_q,
+            acc, tail = multiply(acc, tail, to_storage(a, dtype, PTX).T, rows_side, rows_side_tail, b, h, row, len_q,
                                   d, D, BLOCK_N, TAIL, STRIP, TMA)  # fmt: skip
     scale /= grad_scale
-    _store(grad, grad_tail, acc * scale, tail * scale, b, h_kv, col, len_kv, d, D, BLOCK_N, TAIL, TMA, TILE)
+    store_both(grad, grad_tail, acc * scale, tail * scale, b, h_kv, col, len_kv, d, D, BLOCK_N, TAIL, TMA, TILE)
 
 
 @triton.jit(do_not_specialize=[*_COUNTS, "batches", "mask_batches", "mask_heads"])

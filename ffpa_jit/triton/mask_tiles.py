@@ -10,7 +10,7 @@ The tables have one entry where the mask broadcasts: a padding mask [B, 1, 1, Nk
 import triton
 import triton.language as tl
 
-from .epilogue import MASK_BOOL, MASK_ROWS, _mask_values
+from .epilogue import MASK_BOOL, MASK_ROWS, mask_values
 
 EMPTY = tl.constexpr(0)
 MIXED = tl.constexpr(1)
@@ -27,7 +27,7 @@ def classify(state_ptr, mods, len_q, len_kv, heads, m_tiles, n_tiles, MODS: tl.c
     line = pid // n_tiles // m_tiles
     rows = m_tile * TILE + tl.arange(0, TILE)
     cols = n_tile * TILE + tl.arange(0, TILE)
-    values = _mask_values(mods, line // heads, line % heads, rows, cols, len_q, len_kv, MODS)
+    values = mask_values(mods, line // heads, line % heads, rows, cols, len_q, len_kv, MODS)
     inside = (cols < len_kv)[None, :]
     if MASK_ROWS & MODS:
         inside = inside & (rows < len_q)[:, None]

@@ -21,29 +21,13 @@ def _tiles(z, m_tile, place, block, skips, SHAPE: tl.constexpr, MODS: tl.constex
     return z * slots + slot_of(m_tile, low, block, SHAPE, TILE), max(end - low, 0)
 
 
-_COUNTS = ["skips", "len_q", "row_first", "head_first", "heads_q", "group", "m_tiles", "n_tiles", "slots", "offset",
-           "left", "right", "width"]  # fmt: skip
-
-
-@triton.jit(do_not_specialize=[name for name in _COUNTS if name != "group"])
-def combine(
-    p_ptr, tile_reference_ptr, tile_sum_ptr, tile_mass_ptr, inverse_sum_ptr, lse_ptr, skips, keep_scale,
-    len_q, row_first, head_first, heads_q, m_tiles, n_tiles, slots, offset, left, right, width,
-    SHAPE: tl.constexpr, MODS: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr,
+@triton.jit
+def merge(
+    tile_reference_ptr, tile_sum_ptr, tile_mass_ptr, start, tiles, CHUNK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """One reference, one sum and the LSE per row; tiles stored against another reference are brought to it.
-
-    Writes ``keep_scale / sum of rounded P`` [heads, m_tiles * TILE] and ``lse`` [B * Hq, len_q] (natural log). A row's
-    reference is the largest of its tiles', so every factor is a power of two in [0, 1]: scaling a tile cannot overflow.
-    """
-    pid = tl.program_id(0)
-    z = pid // m_tiles
-    m_tile = pid % m_tiles
+    """Of a row tile's ``tiles`` slots from ``start``: the highest and the lowest reference of each row, and against the
+    highest the sums of P, for LSE, and of the rounded P."""
     lanes = tl.arange(0, TILE)
-    place = (row_first, head_first, heads_q, slots)
-    block = (m_tiles, n_tiles, offset, left, right, width)
-    start, tiles = _tiles(z, m_tile, place, block, skips, SHAPE, MODS, TILE)
-
     highest = tl.full([TILE], float("-inf"), tl.float32)
     lowest = tl.full([TILE], float("inf"), tl.float32)
     for t in tl.range(0, tiles, CHUNK):
@@ -66,12 +50,13 @@ def combine(
         factor = tl.where(part != 0.0, tl.exp2(reference - highest[None, :]), 0.0)
         total += tl.sum(tl.where(part != 0.0, part * factor, 0.0), 0)
         mass += tl.sum(tl.where(part != 0.0, tl.load(tile_mass_ptr + at, mask=there, other=0.0) * factor, 0.0), 0)
+    return highest, lowest, total, mass
 
-    empty = total == 0.0
-    tl.store(inverse_sum_ptr + pid * TILE + lanes, tl.where(empty, 0.0, keep_scale / mass))
-    row = row_first + m_tile * TILE + lanes
-    tl.store(lse_ptr + (head_first + z).to(tl.int64) * len_q + row, finish_lse(highest, total), mask=row < len_q)
 
+@triton.jit
+def repair(p_ptr, tile_reference_ptr, tile_sum_ptr, start, tiles, highest, lowest, TILE: tl.constexpr):
+    """Bring the tiles of rows that are stored against several references to the highest."""
+    lanes = tl.arange(0, TILE)
     if tl.max((highest > lowest).to(tl.int32), 0) > 0:
         for t in tl.range(0, tiles):
             at = (start + t) * TILE + lanes
@@ -83,13 +68,59 @@ def combine(
 
 
 @triton.jit
+def row_excess(row_sum_ptr, row_size_ptr, start, tiles, step, CHUNK: tl.constexpr, TILE: tl.constexpr):
+    """Sums of dS and of its magnitudes over a row's tiles, which are ``step`` slots apart."""
+    lanes = tl.arange(0, TILE)
+    excess = tl.zeros([TILE], tl.float32)
+    size = tl.zeros([TILE], tl.float32)
+    for t in tl.range(0, tiles, CHUNK):
+        tile = t + tl.arange(0, CHUNK)
+        at = (start + tile * step)[:, None] * TILE + lanes[None, :]
+        there = (tile < tiles)[:, None]
+        excess += tl.sum(tl.load(row_sum_ptr + at, mask=there, other=0.0), 0)
+        size += tl.sum(tl.load(row_size_ptr + at, mask=there, other=0.0), 0)
+    return excess, size
+
+
+_COUNTS = ["skips", "len_q", "row_first", "head_first", "heads_q", "m_tiles", "n_tiles", "slots", "offset", "left",
+           "right", "width"]  # fmt: skip
+
+
+@triton.jit(do_not_specialize=_COUNTS)
+def combine(
+    p_ptr, tile_reference_ptr, tile_sum_ptr, tile_mass_ptr, inverse_sum_ptr, lse_ptr, skips, keep_scale,
+    len_q, row_first, head_first, heads_q, m_tiles, n_tiles, slots, offset, left, right, width,
+    SHAPE: tl.constexpr, MODS: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """One reference, one sum and the LSE per row; tiles stored against another reference are brought to it.
+
+    Writes ``keep_scale / sum of rounded P`` [heads, m_tiles * TILE] and ``lse`` [B * Hq, len_q] (natural log). A row's
+    reference is the largest of its tiles', so every factor is a power of two in [0, 1]: scaling a tile cannot overflow.
+    """
+    pid = tl.program_id(0)
+    z = pid // m_tiles
+    m_tile = pid % m_tiles
+    lanes = tl.arange(0, TILE)
+    place = (row_first, head_first, heads_q, slots)
+    block = (m_tiles, n_tiles, offset, left, right, width)
+    start, tiles = _tiles(z, m_tile, place, block, skips, SHAPE, MODS, TILE)
+
+    highest, lowest, total, mass = merge(tile_reference_ptr, tile_sum_ptr, tile_mass_ptr, start, tiles, CHUNK, TILE)
+    empty = total == 0.0
+    tl.store(inverse_sum_ptr + pid * TILE + lanes, tl.where(empty, 0.0, keep_scale / mass))
+    row = row_first + m_tile * TILE + lanes
+    tl.store(lse_ptr + (head_first + z).to(tl.int64) * len_q + row, finish_lse(highest, total), mask=row < len_q)
+    repair(p_ptr, tile_reference_ptr, tile_sum_ptr, start, tiles, highest, lowest, TILE)
+
+
+@triton.jit
 def tolerance(dtype: tl.constexpr):
     """The excess that is not worth a pass over the tiles: less than rounding does to an element of dS."""
     limit: tl.constexpr = 0.001953125 if dtype == tl.bfloat16 else 0.00048828125
     return limit
 
 
-@triton.jit(do_not_specialize=_COUNTS)
+@triton.jit(do_not_specialize=[*_COUNTS, "group"])
 def refine(
     p_ptr, ds_ptr, row_sum_ptr, row_size_ptr, delta_ptr, grad_lse_ptr, grad_scale_ptr, skips, keep_scale,
     len_q, row_first, head_first, heads_q, group, m_tiles, n_tiles, slots, offset, left, right, width,
@@ -111,14 +142,7 @@ def refine(
     place = (row_first, head_first, heads_q, slots)
     block = (m_tiles, n_tiles, offset, left, right, width)
     start, tiles = _tiles(z, m_tile, place, block, skips, SHAPE, MODS, TILE)
-    excess = tl.zeros([TILE], tl.float32)
-    size = tl.zeros([TILE], tl.float32)
-    for t in tl.range(0, tiles, CHUNK):
-        tile = t + tl.arange(0, CHUNK)
-        at = (start + tile)[:, None] * TILE + lanes[None, :]
-        there = (tile < tiles)[:, None]
-        excess += tl.sum(tl.load(row_sum_ptr + at, mask=there, other=0.0), 0)
-        size += tl.sum(tl.load(row_size_ptr + at, mask=there, other=0.0), 0)
+    excess, size = row_excess(row_sum_ptr, row_size_ptr, start, tiles, 1, CHUNK, TILE)
     scale = 1.0
     if SCALED:
         scale = tl.load(grad_scale_ptr + (head_first + z) // group)

@@ -314,6 +314,5 @@ def score_backward(
                                    D, BLOCK_K, TILE, TMA) * scale_log2  # fmt: skip
                 ds *= slope_at(capped(again, mods, MODS), mods)
             else:
-                lse2 = tl.load(lse_ptr + at + lanes)
-                ds *= slope(probabilities, lse2, mods, b, h, rows, cols, len_q, len_kv, MODS)
+                ds *= slope(probabilities, tl.load(lse_ptr + at + lanes), mods)
         store_tile(ds_tiles, slot * TILE, to_storage(ds, dtype, PTX), TILE, TMA)

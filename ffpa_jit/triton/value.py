@@ -27,7 +27,7 @@ _COUNTS = [
 
 
 @triton.jit
-def _multiply(
+def multiply(
     acc, tail, a, y, y_tail, b, h, row, n_rows, d,
     D: tl.constexpr, BLOCK_N: tl.constexpr, TAIL: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
@@ -39,12 +39,12 @@ def _multiply(
 
 
 @triton.jit
-def _zeros(BLOCK_N: tl.constexpr, TAIL: tl.constexpr, TILE: tl.constexpr):
+def accumulators(BLOCK_N: tl.constexpr, TAIL: tl.constexpr, TILE: tl.constexpr):
     return tl.zeros([TILE, BLOCK_N], tl.float32), tl.zeros([TILE, TAIL if TAIL > 0 else 16], tl.float32)
 
 
 @triton.jit
-def _store(
+def store_both(
     x, x_tail, acc, tail, b, h, row, n_rows, d,
     D: tl.constexpr, BLOCK_N: tl.constexpr, TAIL: tl.constexpr, TMA: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
@@ -78,10 +78,10 @@ def _row_side(
         line = row_line(skips, b, h, row_first // TILE + m_tile, MODS)
         low, end = narrowed(low, end, skips[1], line, col_first // TILE)
     start = z * slots + slot_of(m_tile, 0, block, SHAPE, TILE)
-    acc, tail = _zeros(BLOCK_N, TAIL, TILE)
+    acc, tail = accumulators(BLOCK_N, TAIL, TILE)
     for k in tl.range(low * TILE, end * TILE, BLOCK_K):
         a = load_tile(a_tiles, (start + k // TILE) * TILE, k % TILE, TILE, BLOCK_K, TILE, TMA)
-        acc, tail = _multiply(acc, tail, a, y, y_tail, b, h // group, col_first + k, len_kv, d,
+        acc, tail = multiply(acc, tail, a, y, y_tail, b, h // group, col_first + k, len_kv, d,
                               D, BLOCK_N, TAIL, BLOCK_K, TMA)  # fmt: skip
     return acc, tail, z * m_tiles + m_tile, b, h, row_first + m_tile * TILE, d
 
@@ -99,7 +99,7 @@ def value_forward(
     acc, tail, tile, b, h, row, d = _row_side(tl.program_id(0), p_tiles, v, v_tail, len_kv, place, block, skips,
                                               D, BLOCK_N, TAIL, BLOCK_K, SHAPE, MODS, TMA, TILE)  # fmt: skip
     inverse = tl.load(inverse_sum_ptr + tile * TILE + tl.arange(0, TILE))[:, None]
-    _store(out, out_tail, acc * inverse, tail * inverse, b, h, row, len_q, d, D, BLOCK_N, TAIL, TMA, TILE)
+    store_both(out, out_tail, acc * inverse, tail * inverse, b, h, row, len_q, d, D, BLOCK_N, TAIL, TMA, TILE)
 
 
 @triton.jit
@@ -130,13 +130,13 @@ def _key_tile(
     row_first, col_first, head_first, heads_q, group, slots, heads = place
     z, b, h, n_tile, d = owner
     first, steps_per_head, step, step_end = steps
-    acc, tail = _zeros(BLOCK_N, TAIL, TILE)
+    acc, tail = accumulators(BLOCK_N, TAIL, TILE)
     for i in tl.range(step, step_end):
         j = i // steps_per_head
         m = first * TILE + (i % steps_per_head) * BLOCK_K
         slot = (z + j) * slots + slot_of(m // TILE, n_tile, block, SHAPE, TILE)
         a = load_tile(at_tiles, slot * TILE + m % TILE, 0, BLOCK_K, TILE, TILE, TMA).T
-        acc, tail = _multiply(acc, tail, a, x, x_tail, b, h + j, row_first + m, len_q, d,
+        acc, tail = multiply(acc, tail, a, x, x_tail, b, h + j, row_first + m, len_q, d,
                               D, BLOCK_N, TAIL, BLOCK_K, TMA)  # fmt: skip
     if PARTIAL:
         if (step < step_end) | (previous == 0):
@@ -144,7 +144,7 @@ def _key_tile(
             if TAIL > 0:
                 _store_sum(sum_ptr, tail, d + BLOCK_N, previous, D, TAIL, TILE)
     else:
-        _store(grad, grad_tail, acc * scale, tail * scale, b, h // group, col_first + n_tile * TILE, len_kv, d,
+        store_both(grad, grad_tail, acc * scale, tail * scale, b, h // group, col_first + n_tile * TILE, len_kv, d,
                D, BLOCK_N, TAIL, TMA, TILE)  # fmt: skip
 
 
@@ -219,7 +219,7 @@ def _query_side(
                                            D, BLOCK_N, TAIL, BLOCK_K, SHAPE, MODS, TMA, TILE)  # fmt: skip
     if SCALED:
         scale = scale / tl.load(grad_scale_ptr + (b * place[3] + h) // place[4])
-    _store(dq, dq_tail, acc * scale, tail * scale, b, h, row, len_q, d, D, BLOCK_N, TAIL, TMA, TILE)
+    store_both(dq, dq_tail, acc * scale, tail * scale, b, h, row, len_q, d, D, BLOCK_N, TAIL, TMA, TILE)
 
 
 _BACKWARD_COUNTS = [*_COUNTS, "sum_rows", "query_programs", "key_programs", "heads_per_group", "splits",

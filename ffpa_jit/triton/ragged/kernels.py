@@ -36,6 +36,7 @@ from ffpa_jit.triton.ragged.tables import (
     S_ROW,
     UNSAFE,
 )
+from ffpa_jit.triton.rows import merge, repair, row_excess
 from ffpa_jit.triton.score import from_storage, score_tile, to_storage
 
 _COUNTS = ["mods", "head_first", "heads", "sets", "group", "padded", "c", "len_q"]
@@ -160,43 +161,13 @@ def combine(
     start = z * slots + tl.load(record + R_SLOT) - base
     tiles = tl.load(record + R_COUNT)
     lanes = tl.arange(0, TILE)
-
-    highest = tl.full([TILE], float("-inf"), tl.float32)
-    lowest = tl.full([TILE], float("inf"), tl.float32)
-    for t in tl.range(0, tiles, CHUNK):
-        tile = t + tl.arange(0, CHUNK)
-        at = (start + tile)[:, None] * TILE + lanes[None, :]
-        there = (tile < tiles)[:, None]
-        reference = tl.load(tile_reference_ptr + at, mask=there, other=0.0)
-        live = tl.load(tile_sum_ptr + at, mask=there, other=0.0) != 0.0
-        highest = tl.maximum(highest, tl.max(tl.where(live, reference, float("-inf")), 0))
-        lowest = tl.minimum(lowest, tl.min(tl.where(live, reference, float("inf")), 0))
-    total = tl.zeros([TILE], tl.float32)
-    mass = tl.zeros([TILE], tl.float32)
-    for t in tl.range(0, tiles, CHUNK):
-        tile = t + tl.arange(0, CHUNK)
-        at = (start + tile)[:, None] * TILE + lanes[None, :]
-        there = (tile < tiles)[:, None]
-        reference = tl.load(tile_reference_ptr + at, mask=there, other=0.0)
-        part = tl.load(tile_sum_ptr + at, mask=there, other=0.0)
-        factor = tl.where(part != 0.0, tl.exp2(reference - highest[None, :]), 0.0)
-        total += tl.sum(tl.where(part != 0.0, part * factor, 0.0), 0)
-        mass += tl.sum(tl.where(part != 0.0, tl.load(tile_mass_ptr + at, mask=there, other=0.0) * factor, 0.0), 0)
-
+    highest, lowest, total, mass = merge(tile_reference_ptr, tile_sum_ptr, tile_mass_ptr, start, tiles, CHUNK, TILE)
     addend = spoilt(tables, 0.0)
     tl.store(inverse_sum_ptr + pid * TILE + lanes, tl.where(total == 0.0, 0.0, keep_scale / mass) + addend)
     rows = tl.load(record + R_ROW) + lanes
     to = lse_ptr + (head_first + z).to(tl.int64) * len_q + rows
     tl.store(to, finish_lse(highest, total) + addend, mask=rows < tl.load(record + R_ROW_END))
-
-    if tl.max((highest > lowest).to(tl.int32), 0) > 0:
-        for t in tl.range(0, tiles):
-            at = (start + t) * TILE + lanes
-            live = tl.load(tile_sum_ptr + at) != 0.0
-            factor = tl.where(live, tl.exp2(tl.load(tile_reference_ptr + at) - highest), 1.0)
-            if tl.min(factor, 0) < 1.0:
-                p = p_ptr + (at[:, None].to(tl.int64) * TILE + lanes[None, :])
-                tl.store(p, (tl.load(p).to(tl.float32) * factor[:, None]).to(p_ptr.dtype.element_ty))
+    repair(p_ptr, tile_reference_ptr, tile_sum_ptr, start, tiles, highest, lowest, TILE)
 
 
 @triton.jit(do_not_specialize=_COUNTS)
@@ -267,8 +238,8 @@ def score_backward(
         tl.store(row_sum_ptr + slot * TILE + lanes, tl.sum(ds, 1))
         tl.store(row_size_ptr + slot * TILE + lanes, tl.sum(tl.abs(ds), 1))
         if SOFTCAP & MODS:
-            cap = tl.load(lse_ptr + at, mask=row + lanes < row_end, other=0.0)
-            ds *= slope(probabilities, cap, mods, pid * 0, h, row + lanes, col + lanes, row_end, key_end, MODS)
+            lse2 = tl.load(lse_ptr + at, mask=row + lanes < row_end, other=0.0)
+            ds *= slope(probabilities, lse2, mods)
         store_tile(ds_tiles, slot * TILE, to_storage(ds, dtype, PTX), TILE, TMA)
 
 
@@ -290,14 +261,7 @@ def refine(
     tiles = tl.load(record + R_COUNT)
     h = head_first + g * heads + j
     lanes = tl.arange(0, TILE)
-    excess = tl.zeros([TILE], tl.float32)
-    size = tl.zeros([TILE], tl.float32)
-    for t in tl.range(0, tiles, CHUNK):
-        tile = t + tl.arange(0, CHUNK)
-        at = (start + tile * heads)[:, None] * TILE + lanes[None, :]
-        there = (tile < tiles)[:, None]
-        excess += tl.sum(tl.load(row_sum_ptr + at, mask=there, other=0.0), 0)
-        size += tl.sum(tl.load(row_size_ptr + at, mask=there, other=0.0), 0)
+    excess, size = row_excess(row_sum_ptr, row_size_ptr, start, tiles, heads, CHUNK, TILE)
     scale = 1.0
     if SCALED:
         scale = tl.load(grad_scale_ptr + h // group)

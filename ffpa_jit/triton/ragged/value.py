@@ -45,7 +45,7 @@ from ffpa_jit.triton.ragged.tables import (
     band_of,
     before,
 )
-from ffpa_jit.triton.value import _multiply, _zeros
+from ffpa_jit.triton.value import accumulators, multiply
 
 _COUNTS = ["head_first", "heads", "sets", "group", "part", "c", "left", "right", "sum_rows"]
 
@@ -120,7 +120,7 @@ def _row_side(
     key, key_end = tl.load(record + R_KEY), tl.load(record + R_KEY_END)
     start, end = tl.load(record + R_FROM) // BLOCK_K * BLOCK_K, tl.load(record + R_TO)
     first = tl.load(record + R_LOW)
-    acc, tail = _zeros(BLOCK_N, TAIL, TILE)
+    acc, tail = accumulators(BLOCK_N, TAIL, TILE)
     if RESCUE:
         rows = tl.load(record + R_ROW) + tl.arange(0, TILE)
         inside = rows < tl.load(record + R_ROW_END)
@@ -136,7 +136,7 @@ def _row_side(
     else:
         for k in tl.range(start, end, BLOCK_K):
             a = load_tile(a_tiles, (slot + (k // TILE - first) * heads) * TILE, k % TILE, TILE, BLOCK_K, TILE, TMA)
-            acc, tail = _multiply(acc, tail, a, y, y_tail, h * 0, h, key + k, key_end, d,
+            acc, tail = multiply(acc, tail, a, y, y_tail, h * 0, h, key + k, key_end, d,
                                   D, BLOCK_N, TAIL, BLOCK_K, TMA)  # fmt: skip
         _check(acc, tail, tl.load(record + R_FULL_FROM) < 0, tables, TAIL)
     return acc, tail
@@ -235,7 +235,7 @@ def _key_tile(
     slot = g * slots - base + tile + tl.load(there + R_SLOT) - tl.load(there + R_LOW) - before(begin, band)
     if not IS_DK:
         scale = spoilt(tables, scale)
-    acc, tail = _zeros(BLOCK_N, TAIL, TILE)
+    acc, tail = accumulators(BLOCK_N, TAIL, TILE)
     if RESCUE:
         cols = (tile * TILE + tl.arange(0, TILE))[:, None]
         poison = tl.zeros([TILE], tl.int32)
@@ -256,7 +256,7 @@ def _key_tile(
             m = (start + i % steps) * BLOCK_K
             at = (slot + before(m // TILE, band)) * heads + j
             a = load_tile(at_tiles, at * TILE + m % TILE, 0, BLOCK_K, TILE, TILE, TMA).T
-            acc, tail = _multiply(acc, tail, a, x, x_tail, g * 0, h + j, row + m, row_end, d,
+            acc, tail = multiply(acc, tail, a, x, x_tail, g * 0, h + j, row + m, row_end, d,
                                   D, BLOCK_N, TAIL, BLOCK_K, TMA)  # fmt: skip
         _check(acc, tail, tl.load(record + K_PACKED) != 0, tables, TAIL)
     if IS_DK:
