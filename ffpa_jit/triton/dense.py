@@ -10,7 +10,7 @@ import torch
 
 from ffpa_jit.triton import mask_gradient, mask_tiles, rows, score, value
 from ffpa_jit.triton.configs import score_tiling, uses_tma, value_tiling
-from ffpa_jit.triton.launch import bind, bind_tiles, operand, processors
+from ffpa_jit.triton.launch import Launcher, bind, bind_tiles, operand, processors
 from ffpa_jit.triton.schedule import TILE, Block, Shape, backward_blocks, forward_blocks, grid_tiles, tiles
 from ffpa_jit.triton.terms import Terms
 
@@ -30,6 +30,7 @@ class _Call:
         b, h, n, d = q.shape
         self.terms, self.batch, self.heads_q, self.heads_kv = terms, b, h, k.shape[1]
         self.s = shape_of(q, k, terms)
+        self.launch = Launcher(q.device)
         self.ptx, self.tma = arch.startswith("sm_"), uses_tma(arch)
         self.mods, bits = terms.modifiers
         visible = BAND if self.s.banded else CAUSAL if terms.is_causal else FULL
@@ -138,7 +139,8 @@ class _Forward(_Call):
     def score(self, x: Block) -> None:
         s, t = self.s, self.narrow
         programs = grid_tiles(x.m_tiles, x.n_tiles, x.offset, s.causal, t.group_rows, x.width)
-        score.score_forward[(x.heads * programs,)](
+        self.launch(
+            score.score_forward, x.heads * programs,
             *self.score_operands, self.p_tile, self.reference, *self.stats, self.mods, self.skips,
             self.terms.scale_log2, s.len_q, s.len_kv, x.row_first, x.col_first, x.head_first, self.heads_q, s.group,
             x.m_tiles, x.n_tiles, x.slots, programs, *self.place(x), BLOCK_K=t.block_k, HEADROOM=self.headroom,
@@ -146,7 +148,8 @@ class _Forward(_Call):
         )  # fmt: skip
 
     def combine(self, x: Block) -> None:
-        rows.combine[(x.heads * x.m_tiles,)](
+        self.launch(
+            rows.combine, x.heads * x.m_tiles,
             self.p, *self.stats, self.inverse_sum, self.lse, self.skips, self.terms.keep_scale, self.s.len_q,
             x.row_first, x.head_first, self.heads_q, x.m_tiles, x.n_tiles, x.slots, *self.place(x), CHUNK=16,
             num_warps=4, **self.shape,
@@ -154,7 +157,8 @@ class _Forward(_Call):
 
     def value(self, x: Block) -> None:
         s, w = self.s, self.wide
-        value.value_forward[(x.heads * x.m_tiles * -(-s.head_dim // w.width),)](
+        self.launch(
+            value.value_forward, x.heads * x.m_tiles * -(-s.head_dim // w.width),
             self.p_rows, *self.value_operands, *self.outputs, self.inverse_sum, self.skips, s.len_q, s.len_kv,
             x.row_first, x.col_first, x.head_first, self.heads_q, s.group, x.m_tiles, x.n_tiles, x.slots, x.heads,
             *self.place(x), BLOCK_N=w.block_n, TAIL=w.tail, BLOCK_K=w.block_k, **self.common, **w.options(),
@@ -188,7 +192,7 @@ def backward(
         run.score(block)
         if whole_rows and run.need_ds and block.all_keys and not terms.softcap:
             run.refine(block)
-        if block.dq and run.mask_sum is not None:
+        if block.dq and grads[3] is not None:
             run.mask(block)
         run.value(block)
         if block.partial and block.last:
@@ -223,14 +227,18 @@ def _grad_scale(
 
 
 def mask_sum_bytes(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> int:
-    """Bytes of float32 sums that the gradient of a mask takes."""
+    """Bytes of float32 sums that the gradient of a mask takes beside itself."""
     if mask.shape[2] != query.shape[2] or mask.shape[3] != key.shape[2]:
         return 4 * query.shape[0] * query.shape[1] * max(query.shape[2], key.shape[2])
-    return 4 * mask.shape[0] * mask.shape[1] * tiles(query.shape[2]) * tiles(key.shape[2]) * TILE * TILE
+    return mask.numel() * (4 - mask.element_size())
 
 
 class _Backward(_Call):
     """The operands of one backward call and its launches; delta is computed on construction."""
+
+    mask_grad: torch.Tensor | None = None
+    """The gradient of a mask that has an element for each query and key."""
+    mask_sum: torch.Tensor | None = None
 
     def __init__(
         self, do: torch.Tensor, grad_lse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
@@ -247,8 +255,7 @@ class _Backward(_Call):
         t = self.narrow = score_tiling(arch, "backward", s.head_dim, terms.kind)
         w = self.wide = value_tiling(arch, "backward", s.head_dim)
         self.d_tiles = -(-s.head_dim // w.width)
-        self.mask_sum = self._mask_sum(grads[3])
-        held = 0 if self.mask_sum is None else 4 * self.mask_sum.numel()
+        held = 0 if grads[3] is None else self._hold_mask(grads[3])
         self.blocks = backward_blocks(
             s, cap - held, matrices=1 + self.need_ds, dq=self.need_dq or need_mask, dkv=self.need_dk or self.need_dv,
             d_tiles=self.d_tiles, processors=processors(q.device),
@@ -280,19 +287,26 @@ class _Backward(_Call):
             return None
         return torch.empty(2 * max(sizes) * TILE * self.s.head_dim, device=self.device, dtype=torch.float32)
 
-    def _mask_sum(self, grad: torch.Tensor | None) -> torch.Tensor | None:
-        """Where the mask's gradient adds up: of its shape, or a line for each head if it broadcasts over a side."""
-        if grad is None:
-            return None
+    def _hold_mask(self, grad: torch.Tensor) -> int:
+        """What the mask's gradient needs to add up, and how many bytes it takes: the lower halves of float32 sums,
+        whose upper halves wait in a gradient of 16 bits; if it broadcasts over a side, a line for each head."""
         s = self.s
-        batches, heads, len_q, len_kv = grad.shape
-        if len_q == s.len_q and len_kv == s.len_kv:
-            shape = (batches, heads, tiles(len_q) * TILE, tiles(len_kv) * TILE)
-            if self.shape["SHAPE"] == FULL:  # every tile is written
-                return torch.empty(shape, device=self.device, dtype=torch.float32)
-        else:
+        len_q, len_kv = grad.shape[2:]
+        if len_q != s.len_q or len_kv != s.len_kv:
             shape = (self.batch, self.heads_q, 1, s.len_kv) if len_q == 1 else (self.batch, self.heads_q, s.len_q, 1)
-        return torch.zeros(shape, device=self.device, dtype=torch.float32)
+            self.mask_sum = torch.zeros(shape, device=self.device, dtype=torch.float32)
+            return self.mask_sum.nbytes
+        held = 0
+        if not grad.is_contiguous():
+            grad = grad.new_empty(grad.shape)
+            held = grad.nbytes
+        self.mask_grad = grad
+        if self.shape["SHAPE"] != FULL:  # tiles that nobody sees are not visited
+            grad.zero_()
+        if grad.element_size() == 2:
+            self.mask_sum = torch.empty_like(grad, dtype=torch.int16)
+            held += self.mask_sum.nbytes
+        return held
 
     def _row_terms(self, do: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> list[torch.Tensor]:
         s, m_tiles = self.s, tiles(self.s.len_q)
@@ -308,7 +322,8 @@ class _Backward(_Call):
     def score(self, x: Block) -> None:
         s, t = self.s, self.narrow
         programs = grid_tiles(x.m_tiles, x.n_tiles, x.offset, s.causal, t.group_rows, x.width)
-        score.score_backward[(x.heads * programs,)](
+        self.launch(
+            score.score_backward, x.heads * programs,
             *self.score_operands, *self.score_outputs, self.lse2, self.delta, *self.row_sums, self.grad_scale,
             self.mods, self.skips, self.terms.scale_log2, self.terms.keep_scale, s.len_q, s.len_kv, x.row_first,
             x.col_first, x.head_first, self.heads_q, s.group, x.m_tiles, x.n_tiles, x.slots, programs,
@@ -318,7 +333,8 @@ class _Backward(_Call):
 
     def refine(self, x: Block) -> None:
         s = self.s
-        rows.refine[(x.heads * x.m_tiles,)](
+        self.launch(
+            rows.refine, x.heads * x.m_tiles,
             self.p, self.ds, *self.row_sums, self.delta, self.grad_lse, self.grad_scale, self.skips,
             self.terms.keep_scale, s.len_q, x.row_first, x.head_first, self.heads_q, s.group, x.m_tiles, x.n_tiles,
             x.slots, *self.place(x), HAS_GRAD_LSE=self.grad_lse is not None, SCALED=self.scaled, CHUNK=16,
@@ -327,30 +343,34 @@ class _Backward(_Call):
 
     def mask(self, x: Block) -> None:
         """Add a block's dS to the mask's gradient."""
-        s = self.s
-        assert self.mask_sum is not None
-        batches, heads, len_q, len_kv = self.mask_sum.shape
-        by_tile = len_q > 1 and len_kv > 1
-        arguments = (
-            self.ds, self.mask_sum, self.grad_scale, self.skips, s.len_q, s.len_kv, x.row_first, x.col_first,
-            x.head_first, self.heads_q, s.group, x.m_tiles, x.n_tiles, x.slots, x.heads, *self.place(x),
+        s, grad = self.s, self.mask_grad
+        place = (
+            self.grad_scale, self.skips, s.len_q, s.len_kv, x.row_first, x.col_first, x.head_first, self.heads_q,
+            s.group, x.m_tiles, x.n_tiles, x.slots, x.heads, *self.place(x),
         )  # fmt: skip
         constants = {"SCALED": self.scaled, **self.shape}
-        if by_tile:
-            height = 32
-            grid = (batches * heads * x.m_tiles * (TILE // height) * x.n_tiles,)
-            mask_gradient.mask_gradient[grid](*arguments, batches, heads, ROWS=height, num_warps=4, **constants)
+        if grad is not None:
+            height = 16
+            batches, heads = grad.shape[:2]
+            self.launch(
+                mask_gradient.mask_gradient, batches * heads * x.m_tiles * (TILE // height) * x.n_tiles,
+                self.ds, grad, self.mask_sum, *place, self.batch, batches, heads, HALVES=self.mask_sum is not None,
+                ALIGNED=s.len_kv % 16 == 0, ROWS=height, num_warps=4, **constants,
+            )  # fmt: skip
         else:
-            over_rows = len_q == 1
-            grid = (x.heads * (x.n_tiles if over_rows else x.m_tiles),)
-            mask_gradient.mask_line_gradient[grid](*arguments, OVER_ROWS=over_rows, num_warps=8, **constants)
+            assert self.mask_sum is not None
+            over_rows = self.mask_sum.shape[2] == 1
+            self.launch(
+                mask_gradient.mask_line_gradient, x.heads * (x.n_tiles if over_rows else x.m_tiles), self.ds,
+                self.mask_sum, *place, OVER_ROWS=over_rows, num_warps=8, **constants,
+            )  # fmt: skip
 
     def finish_mask(self, grad: torch.Tensor) -> None:
-        assert self.mask_sum is not None
-        total = self.mask_sum
-        if total.shape[2] > 1 and total.shape[3] > 1:
-            total = total[:, :, : self.s.len_q, : self.s.len_kv]
-        grad.copy_(total.sum_to_size(grad.shape))
+        if self.mask_grad is None:
+            assert self.mask_sum is not None
+            grad.copy_(self.mask_sum.sum_to_size(grad.shape))
+        elif grad is not self.mask_grad:
+            grad.copy_(self.mask_grad)
 
     def value(self, x: Block) -> None:
         need_dq = x.dq and self.need_dq
@@ -367,7 +387,8 @@ class _Backward(_Call):
         query_programs = x.heads * x.m_tiles * self.d_tiles if need_dq else 0
         key_programs = x.heads // x.heads_per_group * x.n_tiles * self.d_tiles * x.splits
         queries_first = x.n_tiles * x.splits > x.heads_per_group * x.m_tiles  # longest contractions first
-        value.value_backward[(query_programs + key_programs * (need_dk + need_dv),)](
+        self.launch(
+            value.value_backward, query_programs + key_programs * (need_dk + need_dv),
             *self.value_tiles, *self.value_operands, *self.value_outputs, self.sums, x.key_tiles * TILE,
             self.grad_scale, self.scale, self.skips, s.len_q, s.len_kv, x.row_first,
             x.col_first, x.head_first, self.heads_q, s.group, x.m_tiles, x.n_tiles, x.slots, x.heads,

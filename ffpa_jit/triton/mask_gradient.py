@@ -4,6 +4,9 @@ It reads the tiles of dS that the score phase has stored, and has a program for 
 added atomically. Where the mask has an element for each query and key, a program sums over the heads that share it (and
 over the blocks, one after another). Where it broadcasts over queries or keys, the sum over those comes first, for every
 head by itself, and the host adds the heads.
+
+Between blocks, a float32 sum for each element of the mask is kept. A mask of 16 bits has room for half of it: the upper
+half of the sum waits in the gradient itself, the lower half beside it.
 """
 
 import triton
@@ -13,7 +16,7 @@ from .geometry import key_span, row_span, slot_of
 from .mask_tiles import EMPTY, state_of
 
 _COUNTS = ["skips", "len_q", "len_kv", "row_first", "col_first", "head_first", "heads_q", "group", "m_tiles", "n_tiles",
-           "slots", "heads", "offset", "left", "right", "width", "mask_batches", "mask_heads"]  # fmt: skip
+           "slots", "heads", "offset", "left", "right", "width", "batches", "mask_batches", "mask_heads"]  # fmt: skip
 
 
 @triton.jit
@@ -34,16 +37,41 @@ def _tile(
     return ds
 
 
+@triton.jit
+def _load_sum(grad, low, at, mask, HALVES: tl.constexpr):
+    """A float32 sum that waits for the next block; 0 outside of ``mask``."""
+    x = tl.load(grad + at, mask=mask, other=0.0)
+    if HALVES:
+        high = x.to(tl.int16, bitcast=True).to(tl.int32) << 16
+        x = (high | (tl.load(low + at, mask=mask, other=0).to(tl.int32) & 0xFFFF)).to(tl.float32, bitcast=True)
+    return x
+
+
+@triton.jit
+def _store_sum(grad, low, at, x, mask, finished, HALVES: tl.constexpr):
+    """Store a sum for the next block, or round it to the gradient."""
+    if HALVES:
+        dtype: tl.constexpr = grad.dtype.element_ty
+        bits = x.to(tl.int32, bitcast=True)
+        high = (bits >> 16).to(tl.int16).to(dtype, bitcast=True)
+        tl.store(grad + at, tl.where(finished, x.to(dtype), high), mask=mask)
+        tl.store(low + at, bits.to(tl.int16), mask=mask & (finished == 0))
+    else:
+        tl.store(grad + at, x, mask=mask)
+
+
 @triton.jit(do_not_specialize=_COUNTS)
 def mask_gradient(
-    ds_ptr, sum_ptr, grad_scale_ptr, skips, len_q, len_kv,
+    ds_ptr, grad, low_ptr, grad_scale_ptr, skips, len_q, len_kv,
     row_first, col_first, head_first, heads_q, group, m_tiles, n_tiles, slots, heads, offset, left, right, width,
-    mask_batches, mask_heads,
-    SHAPE: tl.constexpr, MODS: tl.constexpr, SCALED: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+    batches, mask_batches, mask_heads,
+    SHAPE: tl.constexpr, MODS: tl.constexpr, SCALED: tl.constexpr, HALVES: tl.constexpr, ALIGNED: tl.constexpr,
+    ROWS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Add a block's share to ``sum`` [mask batches, mask heads, len_q, len_kv], the lengths in whole tiles.
+    """Add a block's share to ``grad`` [mask batches, mask heads, len_q, len_kv], dense.
 
-    The first block of a line writes; the others add to what is there.
+    The first block of a line writes; the others add to what is there, and the last one rounds. ``HALVES``: ``grad`` has
+    16 bits, and the other 16 of a sum are in ``low_ptr``. ``ALIGNED``: ``len_kv`` is a multiple of 16.
     """
     pid = tl.program_id(0)
     place = (row_first, col_first, head_first, heads_q, group, slots)
@@ -66,19 +94,26 @@ def mask_gradient(
     for b in tl.range(b_first, b_end):
         shared += max(min(b * heads_q + h_end, last) - max(b * heads_q + h_first, head_first), 0)
     if (n_tile >= low) & (n_tile < end) & (shared > 0):
-        first = line.to(tl.int64) * tl.cdiv(len_q, TILE) * TILE + row_first + m_tile * TILE + part * ROWS
-        cols = col_first + n_tile * TILE + tl.arange(0, TILE)
-        at = sum_ptr + ((first + tl.arange(0, ROWS))[:, None] * (tl.cdiv(len_kv, TILE) * TILE) + cols[None, :])
-        before = tl.where(mask_batches > 1, mask_b, 0) * heads_q + tl.where(mask_heads > 1, mask_h, 0) < head_first
-        acc = tl.load(at, mask=tl.full([ROWS, TILE], 1, tl.int1) & before, other=0.0)
+        rows = row_first + m_tile * TILE + part * ROWS + tl.arange(0, ROWS)
+        cols = tl.max_contiguous(tl.multiple_of(col_first + n_tile * TILE + tl.arange(0, TILE), TILE), TILE)
+        start = (line.to(tl.int64) * len_q + rows) * len_kv
+        within = cols < len_kv
+        if ALIGNED:  # said so that 8 elements are loaded at a time
+            start = tl.multiple_of(start, 16)
+            within = cols // 16 < len_kv // 16
+        at = start[:, None] + cols[None, :]
+        there = (rows < len_q)[:, None] & within[None, :]
+        line_first = tl.where(mask_batches > 1, mask_b, 0) * heads_q + h_first
+        line_last = tl.where(mask_batches > 1, mask_b, batches - 1) * heads_q + h_end - 1
+        acc = _load_sum(grad, low_ptr, at, there & (line_first < head_first), HALVES)
         for b in tl.range(b_first, b_end):
             for head in tl.range(max(b * heads_q + h_first, head_first), min(b * heads_q + h_end, last)):
                 acc += _tile(ds_ptr, grad_scale_ptr, skips, head, m_tile, n_tile, part, place, block,
                              SHAPE, MODS, SCALED, ROWS, TILE)  # fmt: skip
-        tl.store(at, acc)
+        _store_sum(grad, low_ptr, at, acc, there, line_last < last, HALVES)
 
 
-@triton.jit(do_not_specialize=_COUNTS[:-2])
+@triton.jit(do_not_specialize=_COUNTS[:-3])
 def mask_line_gradient(
     ds_ptr, sum_ptr, grad_scale_ptr, skips, len_q, len_kv,
     row_first, col_first, head_first, heads_q, group, m_tiles, n_tiles, slots, heads, offset, left, right, width,

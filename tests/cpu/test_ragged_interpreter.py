@@ -20,6 +20,7 @@ pytest.importorskip("triton")
 from triton.runtime import interpreter
 
 from ffpa_jit.triton import ragged
+from ffpa_jit.triton.launch import Launcher
 from ffpa_jit.triton.ragged import plan, run, tables
 from ffpa_jit.triton.schedule import TILE
 from ffpa_jit.triton.terms import UNLIMITED, Terms
@@ -70,7 +71,7 @@ class Plan:
     def expand(self, c):
         """[(row tile, key tile)] of a chunk, and its rows' limits."""
         t = self.t
-        run.expand(t, self.batch, self.rounds, *self.cu, c)
+        run.expand(Launcher(self.cu[0].device), t, self.batch, self.rounds, *self.cu, c)
         count = self.chunks[c + 1][1] - self.chunks[c][1]
         assert count <= self.rounds.tasks
         pairs = zip(t.task[:count].tolist(), t.task[t.task.shape[0] // 2 :][:count].tolist(), strict=True)

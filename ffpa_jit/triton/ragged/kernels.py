@@ -36,7 +36,7 @@ from ffpa_jit.triton.ragged.tables import (
     S_ROW,
     UNSAFE,
 )
-from ffpa_jit.triton.rows import merge, repair, row_excess
+from ffpa_jit.triton.rows import merge, repair, row_excess, tolerance
 from ffpa_jit.triton.score import from_storage, score_tile, to_storage
 
 _COUNTS = ["mods", "head_first", "heads", "sets", "group", "padded", "c", "len_q"]
@@ -269,7 +269,7 @@ def refine(
     inside = rows < tl.load(record + R_ROW_END)
     if HAS_GRAD_LSE:
         excess -= scale * tl.load(grad_lse_ptr + h.to(tl.int64) * len_q + rows, mask=inside, other=0.0)
-    excess = tl.where(tl.abs(excess) > size * 0.00048828125, excess, 0.0)
+    excess = tl.where(tl.abs(excess) > size * tolerance(ds_ptr.dtype.element_ty), excess, 0.0)
     if tl.max((excess != 0.0).to(tl.int32), 0) > 0:
         delta = tl.load(delta_ptr + h.to(tl.int64) * padded + rows, mask=inside, other=0.0)
         growth = tl.where(delta == 0.0, 0.0, excess / (scale * delta))

@@ -9,7 +9,7 @@ import torch
 from ffpa_jit.triton import rows
 from ffpa_jit.triton.configs import score_tiling, uses_tma, value_tiling
 from ffpa_jit.triton.dense import EXPONENT_WINDOW, _grad_scale
-from ffpa_jit.triton.launch import bind, bind_tiles, operand, processors
+from ffpa_jit.triton.launch import Launcher, bind, bind_tiles, operand, processors
 from ffpa_jit.triton.ragged import kernels, tables, value
 from ffpa_jit.triton.ragged.plan import (
     Batch,
@@ -99,11 +99,11 @@ def fill(b: Batch, r: Rounds, cu_q: torch.Tensor, cu_k: torch.Tensor, *, interpr
     return t
 
 
-def expand(t: Tables, b: Batch, r: Rounds, cu_q: torch.Tensor, cu_k: torch.Tensor, c: int) -> None:
+def expand(launch: Launcher, t: Tables, b: Batch, r: Rounds, cu_q: torch.Tensor, cu_k: torch.Tensor, c: int) -> None:
     """Ranges of the rows, and the tasks, of chunk ``c``."""
-    tables.expand[(r.rows,)](
-        cu_q, cu_k, t.segment, t.row, t.chunk, t.low, t.high, t.task, c, t.segments, b.left, b.right,
-        b.docs.bit_length(), t.task.shape[0] // 2, TILE=TILE, num_warps=4,
+    launch(
+        tables.expand, r.rows, cu_q, cu_k, t.segment, t.row, t.chunk, t.low, t.high, t.task, c, t.segments, b.left,
+        b.right, b.docs.bit_length(), t.task.shape[0] // 2, TILE=TILE, num_warps=4,
     )  # fmt: skip
 
 
@@ -120,6 +120,7 @@ class _Call:
         self.heads_kv, self.len_k = k.shape[1], k.shape[2]
         self.group = self.heads // self.heads_kv
         self.device, self.terms, self.cu = q.device, terms, (cu_q, cu_k)
+        self.launch = Launcher(q.device)
         self.padded = -(-self.len_q // TILE) * TILE
         self.batch = Batch(
             cu_q.shape[0] - 1, self.len_q, self.len_k, max_q, max_k, terms.left, terms.right,
@@ -138,7 +139,7 @@ class _Call:
         self.tables = fill(self.batch, self.rounds, *self.cu, interpreted=self.interpreted)
 
     def expand(self, c: int) -> None:
-        expand(self.tables, self.batch, self.rounds, *self.cu, c)
+        expand(self.launch, self.tables, self.batch, self.rounds, *self.cu, c)
 
     def inspect(self, x: torch.Tensor, edge: int, side: int) -> None:
         """Look at the rows of [1, H, T, D] beside the segments; for TMA only, whose loads know no segments."""
@@ -149,9 +150,9 @@ class _Call:
                 BLOCK_D=128, SIDE=side, num_warps=4,
             )  # fmt: skip
 
-    def grid(self, programs: int, rescue: bool) -> tuple[int]:
+    def grid(self, programs: int, rescue: bool) -> int:
         """Programs of a value kernel: few of the variant that hardly ever has to work."""
-        return (min(programs, processors(self.device)) if rescue else programs,)
+        return min(programs, processors(self.device)) if rescue else programs
 
     def run(self) -> None:
         r = self.rounds
@@ -200,19 +201,22 @@ class _Forward(_Call):
         r, t, w = self.rounds, self.narrow, self.wide
         shift, headroom = EXPONENT_WINDOW[self.p.dtype]
         for sample, programs in ((True, r.rows), (False, r.tasks)):
-            kernels.score_forward[(sets * programs,)](
+            self.launch(
+                kernels.score_forward, sets * programs,
                 *self.score_operands, self.p_tile, self.tables.views, self.reference, *self.stats, self.mods,
                 self.terms.scale_log2, head_first, sets, self.group, self.padded, c, self.tables.task.shape[0] // 2,
                 BLOCK_K=t.block_k, SAMPLE=sample, SHIFT=shift, HEADROOM=headroom, **self.score_options, **self.common,
                 **t.options(),
             )  # fmt: skip
-        kernels.combine[(sets * r.rows,)](
+        self.launch(
+            kernels.combine, sets * r.rows,
             self.p, self.tables.views, *self.stats, self.inverse_sum, self.lse, self.terms.keep_scale, head_first, sets,
             self.len_q, c, CHUNK=16, TILE=TILE, num_warps=4,
         )  # fmt: skip
         programs = sets * r.rows * -(-self.head_dim // w.width)
         for rescue in self.variants:
-            value.value_forward[self.grid(programs, rescue)](
+            self.launch(
+                value.value_forward, self.grid(programs, rescue),
                 *self.value_operands, self.tables.views, self.inverse_sum, head_first, sets, self.group, c,
                 BLOCK_N=w.block_n, TAIL=0 if rescue else w.tail, BLOCK_K=w.block_k, RESCUE=rescue, **self.common,
                 **w.options(),
@@ -284,7 +288,8 @@ class _Backward(_Call):
     def round(self, head_first: int, sets: int, c: int) -> None:
         r, t, views = self.rounds, self.narrow, self.tables.views
         place = head_first, r.heads, sets, self.group
-        kernels.score_backward[(sets * r.heads * r.tasks,)](
+        self.launch(
+            kernels.score_backward, sets * r.heads * r.tasks,
             *self.score_operands, *self.score_outputs, views, self.lse2, self.delta, *self.row_sums, self.grad_scale,
             self.mods, self.terms.scale_log2, self.terms.keep_scale, *place, self.padded, c,
             self.tables.task.shape[0] // 2, BLOCK_K=t.block_k, STORE_DS=self.need_ds, SCALED=self.scaled,
@@ -292,7 +297,8 @@ class _Backward(_Call):
         )  # fmt: skip
         # With a softcap, dS as it is stored has the cap's slope in it.
         if self.whole_rows and self.need_ds and not self.terms.softcap:
-            kernels.refine[(sets * r.heads * r.rows,)](
+            self.launch(
+                kernels.refine, sets * r.heads * r.rows,
                 self.p, self.ds, views, *self.row_sums, self.delta, self.grad_lse, self.grad_scale, *place, self.padded,
                 self.len_q, c, MODS=self.score_options["MODS"], HAS_GRAD_LSE=self.grad_lse is not None,
                 SCALED=self.scaled, CHUNK=16, TILE=TILE, num_warps=4,
@@ -303,7 +309,8 @@ class _Backward(_Call):
         sum_rows = (self.batch.key_tiles if r.parts > 1 else self.batch.wide) * TILE
         part = head_first // r.heads % r.parts
         for rescue in self.variants:
-            value.value_backward[self.grid(programs, rescue)](
+            self.launch(
+                value.value_backward, self.grid(programs, rescue),
                 *self.value_operands, self.tables.views, self.sums, sum_rows, self.grad_scale,
                 self.terms.scale, self.terms.keep_scale, *place, part, c, self.batch.left, self.batch.right,
                 BLOCK_N=w.block_n, TAIL=0 if rescue else w.tail, BLOCK_K=w.block_k, NEED_DQ=self.need_dq,
