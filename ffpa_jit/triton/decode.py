@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-import re
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
 
 from ffpa_jit.triton import decode_kernels
 from ffpa_jit.triton.configs import DecodeTiling, decode_tiling, uses_tma
-from ffpa_jit.triton.launch import bind, operand, processors
+from ffpa_jit.triton.launch import Form, Launcher, bind, operand, processors, triton_is_between
 from ffpa_jit.triton.terms import UNLIMITED, Terms
 
 LEAST_KEYS = 256
@@ -62,44 +61,105 @@ def _launch(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, terms: Terms,
     arch: str, cap: int, t: DecodeTiling, splits: int | None,
 ) -> None:  # fmt: skip
-    batch, heads_q, len_q, head_dim = q.shape
-    heads_kv, len_kv = k.shape[1], k.shape[2]
-    group, units = heads_q // heads_kv, batch * heads_kv
-    n_rows = len_q * group
-    row_tiles = -(-n_rows // t.rows)
-    row_bytes = 4 * units * n_rows * (head_dim + 2)
-    if splits is None:
-        at_once = processors(q.device) * t.per_processor
-        splits = min(count_splits(units * row_tiles, visible(terms, len_q, len_kv), at_once), max(cap // row_bytes, 1))
-    sums = q.new_empty(splits * row_bytes // 4 if splits > 1 else 0, dtype=torch.float32)
-    partial, stats = sums[: splits * units * n_rows * head_dim], sums[splits * units * n_rows * head_dim :]
-    reference, total = stats.chunk(2) if splits > 1 else (stats, stats)
-    results = bind(out, t.rows, head_dim, False), partial, reference, total, lse
-    counts = len_q, len_kv, heads_kv, group, row_tiles, splits, terms.left, terms.right
-    rows_of_q, factors = bind(q, t.rows, head_dim, False), (terms.scale_log2, terms.keep_scale)
     mods, bits = modifiers(terms)
-    widths, tma = cover(head_dim), uses_tma(arch)
-    grid = (units * row_tiles * splits,)
-    common = {"D": head_dim, "W1": widths[1], "SPLIT": splits > 1, "num_warps": t.warps}
-    if t.hopper:
-        from ffpa_jit.triton import decode_hopper
+    kinds = tuple(_kind(x) for x in mods) if bits else ()
+    calls = _calls_like(
+        arch, q.device, processors(q.device), q.dtype, q.shape, k.shape,
+        (q.stride(), k.stride(), v.stride(), out.stride()), (terms.left, terms.right), (bits, kinds), cap, t, splits,
+    )  # fmt: skip
+    calls.launch(q, k, v, out, lse, mods, terms)
 
-        decode_hopper.attend[grid](
-            rows_of_q, *(decode_hopper.describe(x, cols) for x in (k, v) for cols in widths), *results, *factors,
-            *counts, **common,
-        )  # fmt: skip
-    else:
-        decode_kernels.attend[grid](
-            rows_of_q, *(bind(x, t.block_n, cols, tma) for x in (k, v) for cols in widths), *results, mods, *factors,
-            *counts, W0=widths[0], ROWS=t.rows, BLOCK_N=t.block_n, FOLD=t.fold, PRECISE=t.precise, MODS=bits, TMA=tma,
-            num_stages=t.stages, **register_limit(t, arch, bits), **common,
-        )  # fmt: skip
-    if splits > 1:
+
+def _kind(x: Any) -> Any:
+    """What Triton compiles a kernel for, of an argument that it is told not to specialise on."""
+    if isinstance(x, torch.Tensor):
+        return x.dtype
+    return -(2**31) <= x < 2**31 if isinstance(x, int) else type(x)
+
+
+class _Calls:
+    """Calls that differ in their tensors only: how they are cut, and the kernels once they are known.
+
+    The eager calls of a decoding loop take longer on the host than on the device, so what they share is kept.
+    """
+
+    def __init__(
+        self, arch: str, device: torch.device, device_processors: int, dtype: torch.dtype, shape: torch.Size,
+        shape_kv: torch.Size, strides: tuple[tuple[int, ...], ...], ranges: tuple[int, int],
+        options: tuple[int, tuple[Any, ...]], cap: int, t: DecodeTiling, splits: int | None,
+    ) -> None:  # fmt: skip
+        batch, heads_q, len_q, head_dim = shape
+        heads_kv, len_kv = shape_kv[1:3]
+        group, units = heads_q // heads_kv, batch * heads_kv
+        n_rows = len_q * group
+        row_tiles = -(-n_rows // t.rows)
+        row_bytes = 4 * units * n_rows * (head_dim + 2)
+        if splits is None:
+            at_once = device_processors * t.per_processor
+            seen = visible(ranges, len_q, len_kv)
+            splits = min(count_splits(units * row_tiles, seen, at_once), max(cap // row_bytes, 1))
+        self.tiling, self.arch, self.head_dim, self.splits = t, arch, head_dim, splits
+        self.counts = len_q, len_kv, heads_kv, group, row_tiles, splits, *ranges
+        self.programs = units * row_tiles * splits
+        self.rows = splits * units * n_rows if splits > 1 else 0  # of partial sums
+        self.widths, self.tma = cover(head_dim), uses_tma(arch)
+        self.constants = {"D": head_dim, "W1": self.widths[1], "SPLIT": splits > 1, "num_warps": t.warps}
+        if not t.hopper:
+            bits = options[0]
+            self.constants |= {
+                "W0": self.widths[0], "ROWS": t.rows, "BLOCK_N": t.block_n, "FOLD": t.fold, "PRECISE": t.precise,
+                "MODS": bits, "TMA": self.tma, "num_stages": t.stages, **register_limit(t, arch, bits),
+            }  # fmt: skip
         width = 1024 if arch == "interpreter" else 128  # interpreted, a program costs the same whatever its size
-        decode_kernels.combine[(units * n_rows * -(-head_dim // width),)](
-            *results, terms.keep_scale, len_q, heads_kv, group, splits, D=head_dim, BLOCK_D=width, CHUNK=16,
-            num_warps=4,
+        self.combining = {"D": head_dim, "BLOCK_D": width, "CHUNK": 16, "num_warps": 4}
+        self.combine_programs = units * n_rows * -(-head_dim // width)
+        self.launcher = Launcher(device)
+        self.forms: tuple[list[Form], Form, Form] | None = None
+
+    def _bind(self, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor, out: torch.Tensor) -> tuple[list[Any], Any, Any]:
+        """K and V, Q, and the output, as the kernels take them."""
+        if self.forms is not None:
+            pieces, query, result = self.forms
+            half = len(pieces) // 2
+            bound = [form(x) for x, forms in ((k, pieces[:half]), (v, pieces[half:])) for form in forms]
+            return bound, query(q), result(out)
+        if self.tiling.hopper:
+            from ffpa_jit.triton import decode_hopper
+
+            bound = [decode_hopper.describe(x, cols) for x in (k, v) for cols in self.widths]
+        else:
+            bound = [bind(x, self.tiling.block_n, cols, self.tma) for x in (k, v) for cols in self.widths]
+        ends = [bind(x, self.tiling.rows, self.head_dim, False) for x in (q, out)]
+        self.forms = [Form(x) for x in bound], Form(ends[0]), Form(ends[1])
+        return bound, ends[0], ends[1]
+
+    def launch(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
+        mods: tuple[Any, ...], terms: Terms,
+    ) -> None:  # fmt: skip
+        keys_and_values, query, result = self._bind(k, v, q, out)
+        sums = q.new_empty(self.rows * (self.head_dim + 2), dtype=torch.float32)
+        partial, reference, total = sums.split_with_sizes((self.rows * self.head_dim, self.rows, self.rows))
+        results = result, partial, reference, total, lse
+        kernel: Any = decode_kernels.attend
+        options: tuple[Any, ...] = (mods,)
+        if self.tiling.hopper:
+            from ffpa_jit.triton import decode_hopper
+
+            kernel, options = decode_hopper.attend, ()
+        self.launcher(
+            kernel, self.programs, query, *keys_and_values, *results, *options, terms.scale_log2, terms.keep_scale,
+            *self.counts, **self.constants,
         )  # fmt: skip
+        if self.splits > 1:
+            len_q, _, heads_kv, group = self.counts[:4]
+            self.launcher(
+                decode_kernels.combine, self.combine_programs, *results, terms.keep_scale, len_q, heads_kv, group,
+                self.splits, **self.combining,
+            )  # fmt: skip
+
+
+_calls_like = lru_cache(maxsize=1024)(_Calls)
 
 
 def register_limit(t: DecodeTiling, arch: str, bits: int) -> dict[str, int]:
@@ -116,16 +176,13 @@ def register_limit(t: DecodeTiling, arch: str, bits: int) -> dict[str, int]:
 @cache
 def _has_gluon() -> bool:
     """Whether this Triton has the language of ``decode_hopper`` as that is written: a young one, still in motion."""
-    import triton
-
-    version = tuple(int(n) for n in re.findall(r"\d+", triton.__version__)[:2])
-    return GLUON[0] <= version <= GLUON[1]
+    return triton_is_between(*GLUON)
 
 
-def visible(terms: Terms, len_q: int, len_kv: int) -> int:
-    """About how many keys a row tile sees: fewer than there are under a window."""
-    left, right = min(terms.left, len_kv), min(terms.right, len_kv)
-    return max(min(len_kv, left + right + len_q), 1) if terms.left < UNLIMITED else len_kv
+def visible(ranges: tuple[int, int], len_q: int, len_kv: int) -> int:
+    """About how many keys a row tile sees that look so far to the left and right: fewer than there are in a window."""
+    left, right = (min(n, len_kv) for n in ranges)
+    return max(min(len_kv, left + right + len_q), 1) if ranges[0] < UNLIMITED else len_kv
 
 
 def count_splits(tiles: int, keys: int, at_once: int) -> int:

@@ -51,12 +51,14 @@ class _Call:
         row_spans = torch.empty((lines, m_tiles, 2), device=device, dtype=torch.int32)
         key_spans = torch.empty((lines, n_tiles, 2), device=device, dtype=torch.int32)
         constants = {"MODS": self.shape["MODS"], "num_warps": 4}
-        mask_tiles.classify[(state.numel(),)](
-            state, self.mods, s.len_q, s.len_kv, heads, m_tiles, n_tiles, TILE=TILE, **constants
-        )
-        mask_tiles.find_spans[(lines * (m_tiles + n_tiles),)](
-            state, row_spans, key_spans, m_tiles, n_tiles, lines * m_tiles, m_total, CHUNK=256, **constants
-        )
+        self.launch(
+            mask_tiles.classify, state.numel(), state, self.mods, s.len_q, s.len_kv, heads, m_tiles, n_tiles,
+            TILE=TILE, **constants,
+        )  # fmt: skip
+        self.launch(
+            mask_tiles.find_spans, lines * (m_tiles + n_tiles), state, row_spans, key_spans, m_tiles, n_tiles,
+            lines * m_tiles, m_total, CHUNK=256, **constants,
+        )  # fmt: skip
         if heads > 1 and s.group > 1:
             grouped = key_spans.view(batches, self.heads_kv, s.group, n_tiles, 2)
             low, end = grouped[..., 0].amin(2, keepdim=True), grouped[..., 1].amax(2, keepdim=True)
@@ -130,7 +132,8 @@ class _Forward(_Call):
 
     def _row_reference(self) -> None:
         s, t, m_tiles = self.s, self.narrow, tiles(self.s.len_q)
-        score.row_reference[(s.heads * m_tiles,)](
+        self.launch(
+            score.row_reference, s.heads * m_tiles,
             *self.score_operands, self.reference, self.mods, self.skips, self.terms.scale_log2, s.len_q, s.len_kv,
             self.heads_q, s.group, m_tiles, self.left, self.right, BLOCK_K=t.block_k, SHIFT=self.shift,
             **self.common, **t.options(),
@@ -312,7 +315,8 @@ class _Backward(_Call):
         s, m_tiles = self.s, tiles(self.s.len_q)
         height, width = 16, 256
         terms = torch.empty((2, s.heads * m_tiles * TILE), device=self.device, dtype=torch.float32)
-        rows.row_terms[(s.heads * m_tiles * (TILE // height),)](
+        self.launch(
+            rows.row_terms, s.heads * m_tiles * (TILE // height),
             bind(do, height, width, self.tma), bind(out, height, width, self.tma), lse.contiguous(), self.grad_lse,
             *terms.unbind(), s.len_q, self.heads_q, m_tiles, D=s.head_dim, BLOCK_D=width,
             HAS_GRAD_LSE=self.grad_lse is not None, ROWS=height, TMA=self.tma, TILE=TILE, num_warps=4,
@@ -408,7 +412,8 @@ class _Backward(_Call):
         factors = (self.scale, self.scaled), (1.0, False)
         for sums, target, (scale, scaled) in zip(kinds, self.targets[1:], factors, strict=True):
             if target is not None:
-                rows.reduce_partials[(groups * (n_rows // height) * -(-s.head_dim // width),)](
+                Launcher(self.device)(
+                    rows.reduce_partials, groups * (n_rows // height) * -(-s.head_dim // width),
                     sums, bind(target, height, width, self.tma), self.grad_scale, scale, s.len_kv, n_rows,
                     self.heads_kv, x.head_first // s.group, groups, x.col_first, x.splits, D=s.head_dim,
                     BLOCK_D=width, SCALED=scaled, ROWS=height, TMA=self.tma, num_warps=4,

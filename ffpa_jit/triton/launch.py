@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from typing import Any
 
@@ -14,12 +15,10 @@ Operand = Any
 
 def describable(t: torch.Tensor) -> bool:
     """Whether a [B, H, N, D] tensor can be read as it is: 16-byte rows, last stride 1, elsewhere 0 is fine."""
-    size = t.element_size()
-    return (
-        t.stride(-1) == 1
-        and t.data_ptr() % 16 == 0
-        and all(n == 1 or s * size % 16 == 0 for n, s in zip(t.shape[:-1], t.stride()[:-1], strict=True))
-    )
+    if t.stride(-1) != 1 or t.data_ptr() % 16 != 0:
+        return False
+    lanes = 16 // t.element_size()
+    return not any(n != 1 and s % lanes for n, s in zip(t.shape[:-1], t.stride()[:-1], strict=True))
 
 
 def operand(t: torch.Tensor) -> torch.Tensor:
@@ -39,6 +38,21 @@ def bind(t: torch.Tensor, rows: int, cols: int, tma: bool) -> Operand | None:
     return TensorDescriptor(t, list(t.shape), [*strides, 1], [1, 1, rows, cols])
 
 
+class Form:
+    """An operand without its tensor, for others of the same shape and strides: a descriptor takes 10 us to check."""
+
+    def __init__(self, operand: Operand) -> None:
+        self._kind = type(operand)
+        self._rest = operand[1:] if self._kind is tuple else {k: v for k, v in vars(operand).items() if k != "base"}
+
+    def __call__(self, t: torch.Tensor) -> Operand:
+        if self._kind is tuple:
+            return t, *self._rest
+        made = object.__new__(self._kind)
+        vars(made).update(self._rest, base=t)
+        return made
+
+
 def bind_tiles(t: torch.Tensor, rows: int, cols: int, tma: bool) -> Any:
     """The workspace, a [slots * TILE, TILE] tensor, read or written in [rows, cols] parts."""
     return TensorDescriptor(t, list(t.shape), list(t.stride()), [rows, cols]) if tma else t
@@ -49,27 +63,74 @@ class Launcher:
 
     To find a compiled kernel, Triton looks at every argument of every launch: 50 to 150 us of host time, more than many
     of these launches take on the device. Between the rounds of a call only integers change that no kernel is
-    specialised on, so what Triton found in the first round is launched in the others; that takes a third of the time.
-    The arguments of a kernel must be the same tensors each time, but for those of other constants.
+    specialised on, so what was found in the first round is launched in the others, in a third of the time. The
+    arguments of a kernel must be the same tensors each time, or such of the same shape, strides and alignment.
     """
 
     def __init__(self, device: torch.device) -> None:
+        self._device = device
         # The interpreter has no compiled kernels, and without a device (``offline``) nothing is launched.
         self._remembers = device.type == "cuda"
-        self._known: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
+        self._known: dict[tuple[Any, ...], _Found] = {}
 
     def __call__(self, kernel: Any, programs: int, *arguments: Any, **constants: Any) -> None:
-        key = (id(kernel), *constants.values())
-        found = self._known.get(key)
-        if found is not None:
-            compiled, rest = found
-            compiled[(programs, 1, 1)](*arguments, *rest)
+        if not self._remembers:
+            kernel[(programs,)](*arguments, **constants)
             return
-        compiled = kernel[(programs,)](*arguments, **constants)
-        if self._remembers and compiled is not None:
-            # A compiled kernel takes the constants, too, by position.
-            rest = tuple(constants[name] for name in kernel.arg_names[len(arguments) :])
-            self._known[key] = compiled, rest
+        key = (id(kernel), *constants, *constants.values())
+        found = self._known.get(key)
+        if found is None:
+            everything = (key, self._device.index, *map(_mark, arguments)) if _marks_are_known() else None
+            found = _everywhere.get(everything)
+            if found is None:
+                compiled = kernel[(programs,)](*arguments, **constants)
+                if compiled is None:
+                    return
+                # A compiled kernel takes the constants, too, by position.
+                rest = tuple(constants[name] for name in kernel.arg_names[len(arguments) :])
+                found = self._known[key] = kernel, compiled, rest
+                if everything is not None:
+                    _everywhere[everything] = found
+                return
+            self._known[key] = found
+        _, compiled, rest = found
+        compiled[(programs, 1, 1)](*arguments, *rest)
+
+
+_Found = tuple[Any, Any, tuple[Any, ...]]
+"""A kernel (held, because its id is a key), what it was compiled to, and the constants to launch that with."""
+
+_everywhere: dict[Any, _Found] = {}
+"""What any call has found, by what Triton specialises a kernel on."""
+
+
+def _mark(x: Any) -> Any:
+    """All that Triton (3.5 to 3.9) may compile a kernel for, of an argument, as if it specialised on every one."""
+    kind = type(x)
+    if kind is int:
+        return (x == 1) + 2 * (x % 16 == 0) + 4 * (-(2**31) <= x < 2**31)
+    if x is None or kind is float:
+        return kind
+    if kind is tuple:
+        return tuple(map(_mark, x))
+    if isinstance(x, torch.Tensor):
+        # On AMD, also on whether offsets fit 32 bits.
+        small = torch.version.hip is not None and x.untyped_storage().nbytes() < 2**31
+        return x.dtype, x.data_ptr() % 16 == 0, small
+    return kind, x.base.dtype, tuple(x.block_shape)
+
+
+@cache
+def _marks_are_known() -> bool:
+    return triton_is_between((3, 5), (3, 9))
+
+
+def triton_is_between(first: tuple[int, int], last: tuple[int, int]) -> bool:
+    """Whether this Triton is one of the minor versions ``first`` to ``last``."""
+    import triton
+
+    version = tuple(int(n) for n in re.findall(r"\d+", triton.__version__)[:2])
+    return first <= version <= last
 
 
 @cache

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
-from ffpa_jit.triton.launch import Launcher
+from ffpa_jit.triton.launch import Form, Launcher, bind
 
 
 class Kernel:
@@ -34,28 +35,33 @@ class Compiled:
 CUDA = torch.device("cuda", 0)
 
 
+@pytest.fixture(autouse=True)
+def nothing_is_known(monkeypatch):
+    monkeypatch.setattr("ffpa_jit.triton.launch._everywhere", {})
+
+
 def test_a_kernel_is_looked_up_once_for_every_set_of_constants():
     kernel, launch = Kernel(), Launcher(CUDA)
     for n in range(3):
-        launch(kernel, 7 + n, "x", n, TILE=128, WIDE=True, num_warps=4)
-        launch(kernel, 1, "y", n, WIDE=False, TILE=128, num_warps=4)
+        launch(kernel, 7 + n, 0.5, n, TILE=128, WIDE=True, num_warps=4)
+        launch(kernel, 1, 1.5, n, WIDE=False, TILE=128, num_warps=4)
     assert kernel.looked == [
-        ((7,), ("x", 0), {"TILE": 128, "WIDE": True, "num_warps": 4}),
-        ((1,), ("y", 0), {"WIDE": False, "TILE": 128, "num_warps": 4}),
+        ((7,), (0.5, 0), {"TILE": 128, "WIDE": True, "num_warps": 4}),
+        ((1,), (1.5, 0), {"WIDE": False, "TILE": 128, "num_warps": 4}),
     ]
     # Constants follow by position, in the kernel's order; options of the compiler do not.
     assert kernel.launched == [
-        (True, (8, 1, 1), ("x", 1, True, 128)),
-        (False, (1, 1, 1), ("y", 1, False, 128)),
-        (True, (9, 1, 1), ("x", 2, True, 128)),
-        (False, (1, 1, 1), ("y", 2, False, 128)),
+        (True, (8, 1, 1), (0.5, 1, True, 128)),
+        (False, (1, 1, 1), (1.5, 1, False, 128)),
+        (True, (9, 1, 1), (0.5, 2, True, 128)),
+        (False, (1, 1, 1), (1.5, 2, False, 128)),
     ]
 
 
 def test_two_kernels_with_the_same_constants_are_two():
     first, second, launch = Kernel(), Kernel(), Launcher(CUDA)
     for kernel in (first, second, first, second):
-        launch(kernel, 1, "x", 1, WIDE=True, TILE=128)
+        launch(kernel, 1, 0.5, 1, WIDE=True, TILE=128)
     assert len(first.looked) == len(second.looked) == len(first.launched) == len(second.launched) == 1
 
 
@@ -64,6 +70,59 @@ def test_nothing_is_remembered_where_nothing_is_launched():
     for kernel, device in ((Kernel(), torch.device("meta")), (Kernel(compiles=False), CUDA)):
         launch = Launcher(device)
         for n in range(3):
-            launch(kernel, 1, "x", n, WIDE=True, TILE=128)
+            launch(kernel, 1, 0.5, n, WIDE=True, TILE=128)
         assert len(kernel.looked) == 3
         assert not kernel.launched
+
+
+def test_another_call_finds_what_one_has_found_if_triton_would():
+    base = torch.zeros(64, dtype=torch.float16)
+    kernel = Kernel()
+
+    def call(x, n):
+        Launcher(CUDA)(kernel, 1, x, n, WIDE=True, TILE=128)
+
+    # Each of these has a kernel of its own: by dtype, alignment, size, divisibility, being 1, and what is None.
+    kinds = [
+        (base, 32), (base.float(), 32), (base[1:], 32), (base, 2**31), (base, 33), (base, 1), (None, 32), (0.5, 32),
+        ((base, 16), 32), ((base, 17), 32), ((None, 16), 32),
+    ]  # fmt: skip
+    for kind in kinds:
+        call(*kind)
+    assert len(kernel.looked) == len(kinds)
+    assert not kernel.launched
+    for kind in kinds:
+        call(*kind)
+    call(torch.ones(8, dtype=torch.float16), 4096)
+    call(base, 35)
+    call(1.5, 48)
+    assert len(kernel.looked) == len(kinds)
+    assert [args[1] for _, _, args in kernel.launched][-3:] == [4096, 35, 48]
+
+
+def test_an_unknown_triton_is_asked_once_a_call(monkeypatch):
+    kernel = Kernel()
+    monkeypatch.setattr("ffpa_jit.triton.launch._marks_are_known", lambda: False)
+    for _ in range(2):
+        launch = Launcher(CUDA)
+        for n in range(3):
+            launch(kernel, 1, 0.5, n, WIDE=True, TILE=128)
+    assert len(kernel.looked) == 2
+    assert len(kernel.launched) == 4
+
+
+@pytest.mark.parametrize("tma", [False, True])
+def test_a_form_makes_the_operands_that_bind_makes(tma):
+    pytest.importorskip("triton")
+    first, second = (torch.randn(2, 3, 5, 264).to(torch.float16) for _ in range(2))
+    expected, found = bind(second, 16, 64, tma), Form(bind(first, 16, 64, tma))(second)
+    assert type(found) is type(expected)
+    if tma:
+        assert vars(found).keys() == vars(expected).keys()
+        assert found.base is second
+        assert {k: v for k, v in vars(found).items() if k != "base"} == {
+            k: v for k, v in vars(expected).items() if k != "base"
+        }
+    else:
+        assert found[0] is second
+        assert found[1:] == expected[1:]

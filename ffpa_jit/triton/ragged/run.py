@@ -90,8 +90,8 @@ def _view(x: torch.Tensor) -> torch.Tensor:
 def fill(b: Batch, r: Rounds, cu_q: torch.Tensor, cu_k: torch.Tensor, *, interpreted: bool) -> Tables:
     """The tables of a call, but for what ``expand`` adds for each chunk."""
     t = allocate(b, r, cu_q.device)
-    tables.scan[(1,)](
-        cu_q, cu_k, t.head, t.row_marks, t.key_marks, t.segment, t.row, t.key, t.chunk, t.segments,
+    Launcher(cu_q.device)(
+        tables.scan, 1, cu_q, cu_k, t.head, t.row_marks, t.key_marks, t.segment, t.row, t.key, t.chunk, t.segments,
         b.docs, b.len_q, b.len_k, b.max_q, b.max_k, b.short, b.window, b.left, b.right, UNLIMITED, r.group_rows,
         r.cut_above, int(r.fenced), r.chunks, r.stride, b.row_tiles.bit_length() if r.chunks > 1 else 0,
         TILE=TILE, BLOCK=128 if interpreted else 1024, num_warps=8,
@@ -145,7 +145,8 @@ class _Call:
         """Look at the rows of [1, H, T, D] beside the segments; for TMA only, whose loads know no segments."""
         if self.tma:
             t, length = self.tables, x.shape[2]
-            kernels.inspect[(self.batch.segments * x.shape[1],)](
+            Launcher(self.device)(
+                kernels.inspect, self.batch.segments * x.shape[1],
                 bind(x, 0, 1, False), t.head, t.segment, t.segments, length, x.shape[1], D=self.head_dim, EDGE=edge,
                 BLOCK_D=128, SIDE=side, num_warps=4,
             )  # fmt: skip
@@ -278,7 +279,8 @@ class _Backward(_Call):
     def _row_terms(self, do: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> list[torch.Tensor]:
         height, width = 16, 256
         terms = torch.empty((2, self.heads * self.padded), device=self.device, dtype=torch.float32)
-        rows.row_terms[(self.heads * (self.padded // height),)](
+        self.launch(
+            rows.row_terms, self.heads * (self.padded // height),
             bind(do, height, width, self.tma), bind(out, height, width, self.tma), lse.contiguous(), self.grad_lse,
             *terms.unbind(), self.len_q, self.heads, self.padded // TILE, D=self.head_dim, BLOCK_D=width,
             HAS_GRAD_LSE=self.grad_lse is not None, ROWS=height, TMA=self.tma, TILE=TILE, num_warps=4,
