@@ -299,19 +299,18 @@ def unwatched(*tensors: torch.Tensor) -> bool:
     their memory says (lazily negated or zero, batched, nested, sparse). Not autocast: it does nothing to the operator,
     whose inputs are cast before.
     """
-    return (
-        not torch.compiler.is_compiling()
-        and torch._C._len_torch_dispatch_stack() == 0
-        and torch._C._len_torch_function_stack() == 0
-        and torch._C._functorch.maybe_current_level() is None
-        and forward_ad._current_level < 0
-        and torch._C._get_tracing_state() is None
-        and all(
-            type(tensor) is torch.Tensor
-            and torch._C._dispatch_keys(tensor).raw_repr() & _foreign_keys(tensor.device.type) == 0
-            for tensor in tensors
-        )
-    )
+    if (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._len_torch_function_stack()
+        or torch._C._functorch.maybe_current_level() is not None
+        or forward_ad._current_level >= 0
+        or torch._C._get_tracing_state() is not None
+        or any(type(tensor) is not torch.Tensor for tensor in tensors)
+    ):
+        return False
+    foreign = _foreign_keys(tensors[0].device.type)
+    return not any(torch._C._dispatch_keys(tensor).raw_repr() & foreign for tensor in tensors)
 
 
 def attend(

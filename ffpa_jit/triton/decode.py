@@ -10,7 +10,7 @@ import torch
 
 from ffpa_jit.triton import decode_kernels
 from ffpa_jit.triton.configs import DecodeTiling, decode_tiling, uses_tma
-from ffpa_jit.triton.launch import Form, Launcher, bind, operand, processors, triton_is_between
+from ffpa_jit.triton.launch import Launcher, bind, operand, processors, triton_is_between
 from ffpa_jit.triton.terms import UNLIMITED, Terms
 
 LEAST_KEYS = 256
@@ -114,43 +114,31 @@ class _Calls:
         self.combining = {"D": head_dim, "BLOCK_D": width, "CHUNK": 16, "num_warps": 4}
         self.combine_programs = units * n_rows * -(-head_dim // width)
         self.launcher = Launcher(device)
-        self.forms: tuple[list[Form], Form, Form] | None = None
-
-    def _bind(self, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor, out: torch.Tensor) -> tuple[list[Any], Any, Any]:
-        """K and V, Q, and the output, as the kernels take them."""
-        if self.forms is not None:
-            pieces, query, result = self.forms
-            half = len(pieces) // 2
-            bound = [form(x) for x, forms in ((k, pieces[:half]), (v, pieces[half:])) for form in forms]
-            return bound, query(q), result(out)
-        if self.tiling.hopper:
-            from ffpa_jit.triton import decode_hopper
-
-            bound = [decode_hopper.describe(x, cols) for x in (k, v) for cols in self.widths]
-        else:
-            bound = [bind(x, self.tiling.block_n, cols, self.tma) for x in (k, v) for cols in self.widths]
-        ends = [bind(x, self.tiling.rows, self.head_dim, False) for x in (q, out)]
-        self.forms = [Form(x) for x in bound], Form(ends[0]), Form(ends[1])
-        return bound, ends[0], ends[1]
 
     def launch(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
         mods: tuple[Any, ...], terms: Terms,
     ) -> None:  # fmt: skip
-        keys_and_values, query, result = self._bind(k, v, q, out)
         sums = q.new_empty(self.rows * (self.head_dim + 2), dtype=torch.float32)
         partial, reference, total = sums.split_with_sizes((self.rows * self.head_dim, self.rows, self.rows))
+        t, widths = self.tiling, self.widths
+        query, result = (bind(x, t.rows, self.head_dim, False) for x in (q, out))
         results = result, partial, reference, total, lse
-        kernel: Any = decode_kernels.attend
-        options: tuple[Any, ...] = (mods,)
-        if self.tiling.hopper:
+        factors = terms.scale_log2, terms.keep_scale
+        if t.hopper:
             from ffpa_jit.triton import decode_hopper
 
-            kernel, options = decode_hopper.attend, ()
-        self.launcher(
-            kernel, self.programs, query, *keys_and_values, *results, *options, terms.scale_log2, terms.keep_scale,
-            *self.counts, **self.constants,
-        )  # fmt: skip
+            self.launcher(
+                decode_hopper.attend, self.programs, query,
+                *(decode_hopper.describe(x, cols) for x in (k, v) for cols in widths), *results, *factors,
+                *self.counts, **self.constants,
+            )  # fmt: skip
+        else:
+            self.launcher(
+                decode_kernels.attend, self.programs, query,
+                *(bind(x, t.block_n, cols, self.tma) for x in (k, v) for cols in widths), *results, mods, *factors,
+                *self.counts, **self.constants,
+            )  # fmt: skip
         if self.splits > 1:
             len_q, _, heads_kv, group = self.counts[:4]
             self.launcher(

@@ -27,19 +27,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from . import decode_kernels, epilogue
+from . import decode_kernels, epilogue, launch
 
 _copy = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # Triton 3.8 renamed it
 _part_of = gluon.jit(decode_kernels.part_of.fn)
 _finish_lse = gluon.jit(epilogue.finish_lse.fn)
 _FLOOR = gl.constexpr(epilogue.FLOOR.value)
+_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
 
 
 def describe(t: torch.Tensor, cols: int) -> TensorDescriptor:
     """A [B, H, N, D] tensor, read a block of keys and ``cols`` columns at a time."""
     strides = [s if n > 1 else t.shape[-1] for n, s in zip(t.shape[:-1], t.stride()[:-1], strict=True)]
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
-    return TensorDescriptor(t, list(t.shape), [*strides, 1], [1, 1, 64, cols], layout)
+    return launch.describe(TensorDescriptor, t, [*strides, 1], (1, 1, 64, cols), _LAYOUT)
 
 
 @gluon.jit

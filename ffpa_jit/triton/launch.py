@@ -18,7 +18,7 @@ def describable(t: torch.Tensor) -> bool:
     if t.stride(-1) != 1 or t.data_ptr() % 16 != 0:
         return False
     lanes = 16 // t.element_size()
-    return not any(n != 1 and s % lanes for n, s in zip(t.shape[:-1], t.stride()[:-1], strict=True))
+    return all(n == 1 or s % lanes == 0 for n, s in zip(t.shape[:-1], t.stride()[:-1], strict=True))
 
 
 def operand(t: torch.Tensor) -> torch.Tensor:
@@ -35,27 +35,29 @@ def bind(t: torch.Tensor, rows: int, cols: int, tma: bool) -> Operand | None:
         return t, b, h, n
     # The stride of a dimension of one element is arbitrary in torch, but a descriptor wants a legal one.
     strides = [s if n > 1 else t.shape[-1] for n, s in zip(t.shape[:-1], t.stride()[:-1], strict=True)]
-    return TensorDescriptor(t, list(t.shape), [*strides, 1], [1, 1, rows, cols])
-
-
-class Form:
-    """An operand without its tensor, for others of the same shape and strides: a descriptor takes 10 us to check."""
-
-    def __init__(self, operand: Operand) -> None:
-        self._kind = type(operand)
-        self._rest = operand[1:] if self._kind is tuple else {k: v for k, v in vars(operand).items() if k != "base"}
-
-    def __call__(self, t: torch.Tensor) -> Operand:
-        if self._kind is tuple:
-            return t, *self._rest
-        made = object.__new__(self._kind)
-        vars(made).update(self._rest, base=t)
-        return made
+    return describe(TensorDescriptor, t, [*strides, 1], (1, 1, rows, cols))
 
 
 def bind_tiles(t: torch.Tensor, rows: int, cols: int, tma: bool) -> Any:
     """The workspace, a [slots * TILE, TILE] tensor, read or written in [rows, cols] parts."""
-    return TensorDescriptor(t, list(t.shape), list(t.stride()), [rows, cols]) if tma else t
+    return describe(TensorDescriptor, t, list(t.stride()), (rows, cols)) if tma else t
+
+
+def describe(kind: Any, t: torch.Tensor, strides: list[int], block: tuple[int, ...], *layout: Any) -> Any:
+    """A descriptor of the class ``kind``. Its checks take 10 us, of a call that may take 100: they are made for the
+    first tensor of such a tile; what depends on the tensor, ``operand`` has seen to."""
+    key = kind, t.dtype, block
+    rest = _checked.get(key)
+    if rest is None:
+        made = kind(t, list(t.shape), strides, list(block), *layout)
+        _checked[key] = {k: v for k, v in vars(made).items() if k not in ("base", "shape", "strides")}
+        return made
+    made = object.__new__(kind)
+    vars(made).update(rest, base=t, shape=list(t.shape), strides=strides)
+    return made
+
+
+_checked: dict[tuple[Any, ...], dict[str, Any]] = {}
 
 
 class Launcher:

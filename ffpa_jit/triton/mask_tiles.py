@@ -20,26 +20,39 @@ OPEN = tl.constexpr(2)
 
 @triton.jit(do_not_specialize=["len_q", "len_kv", "heads", "m_tiles", "n_tiles"])
 def classify(state_ptr, mods, len_q, len_kv, heads, m_tiles, n_tiles, MODS: tl.constexpr, TILE: tl.constexpr):
-    """EMPTY, MIXED or OPEN for every tile [mask batches * mask heads, m_tiles, n_tiles]."""
+    """EMPTY, MIXED or OPEN for every tile [mask batches * mask heads, m_tiles, n_tiles].
+
+    No more of a tile is read than it takes to tell.
+    """
     pid = tl.program_id(0)
     n_tile = pid % n_tiles
     m_tile = (pid // n_tiles) % m_tiles
     line = pid // n_tiles // m_tiles
-    rows = m_tile * TILE + tl.arange(0, TILE)
-    cols = n_tile * TILE + tl.arange(0, TILE)
-    values = mask_values(mods, line // heads, line % heads, rows, cols, len_q, len_kv, MODS)
-    inside = (cols < len_kv)[None, :]
     if MASK_ROWS & MODS:
-        inside = inside & (rows < len_q)[:, None]
-    if MASK_BOOL & MODS:
-        visible = values & inside
+        STEP: tl.constexpr = 32
     else:
-        visible = (values != float("-inf")) & inside  # a NaN counts as visible: it must reach the output
-    some = tl.max(tl.max(visible.to(tl.int32), 1), 0)
-    state = some * MIXED
-    if MASK_BOOL & MODS:
-        hidden = tl.max(tl.max((inside & (visible == 0)).to(tl.int32), 1), 0)
-        state = tl.where((some > 0) & (hidden == 0), OPEN, state)
+        STEP: tl.constexpr = TILE
+    cols = n_tile * TILE + tl.arange(0, TILE)
+    some = pid * 0
+    hidden = pid * 0
+    first = pid * 0
+    looking = pid >= 0
+    while looking:
+        rows = m_tile * TILE + first + tl.arange(0, STEP)
+        values = mask_values(mods, line // heads, line % heads, rows, cols, len_q, len_kv, MODS)
+        inside = (cols < len_kv)[None, :]
+        if MASK_ROWS & MODS:
+            inside = inside & (rows < len_q)[:, None]
+        if MASK_BOOL & MODS:
+            visible = values & inside
+            hidden = max(hidden, tl.max(tl.max((inside & (visible == 0)).to(tl.int32), 1), 0))
+        else:
+            visible = (values != float("-inf")) & inside  # a NaN counts as visible: it must reach the output
+            hidden = hidden | 1  # what an additive mask adds is never nothing
+        some = max(some, tl.max(tl.max(visible.to(tl.int32), 1), 0))
+        first += STEP
+        looking = (first < TILE) & ((some == 0) | (hidden == 0))
+    state = tl.where(some == 0, EMPTY, tl.where(hidden == 0, OPEN, MIXED))
     tl.store(state_ptr + pid, state.to(tl.int8))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ffpa_jit.triton.launch import Form, Launcher, bind
+from ffpa_jit.triton.launch import Launcher, bind
 
 
 class Kernel:
@@ -111,18 +111,16 @@ def test_an_unknown_triton_is_asked_once_a_call(monkeypatch):
     assert len(kernel.launched) == 4
 
 
-@pytest.mark.parametrize("tma", [False, True])
-def test_a_form_makes_the_operands_that_bind_makes(tma):
+def test_a_descriptor_is_the_same_whether_triton_has_checked_it_or_one_like_it(monkeypatch):
     pytest.importorskip("triton")
-    first, second = (torch.randn(2, 3, 5, 264).to(torch.float16) for _ in range(2))
-    expected, found = bind(second, 16, 64, tma), Form(bind(first, 16, 64, tma))(second)
-    assert type(found) is type(expected)
-    if tma:
-        assert vars(found).keys() == vars(expected).keys()
-        assert found.base is second
-        assert {k: v for k, v in vars(found).items() if k != "base"} == {
-            k: v for k, v in vars(expected).items() if k != "base"
-        }
-    else:
-        assert found[0] is second
-        assert found[1:] == expected[1:]
+    monkeypatch.setattr("ffpa_jit.triton.launch._checked", {})
+    first, second = (torch.randn(2, 3, n, 264).to(torch.float16) for n in (5, 7))
+    checked = bind(second, 16, 64, True)
+    bind(first, 16, 64, True)
+    found = bind(second, 16, 64, True)
+    assert type(found) is type(checked)
+    assert vars(found) == vars(checked)
+    assert found.base is second
+    assert found.shape == [2, 3, 7, 264]
+    assert found.strides == [3 * 7 * 264, 7 * 264, 264, 1]
+    assert found.block_shape == [1, 1, 16, 64]
