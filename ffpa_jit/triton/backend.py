@@ -108,8 +108,10 @@ class TritonKernels:
             from . import dense
 
             mine = needs
-            if needs[3] and attn_mask is not None and 2 * dense.mask_sum_bytes(attn_mask, query, key) > cap:
-                mine = (*needs[:3], False)
+            if needs[3] and attn_mask is not None:
+                held = dense.mask_sum_bytes(attn_mask, query, key)
+                if held > min(cap // 2, cap - _needed(query, key, "backward")):
+                    mine = (*needs[:3], False)
             whole_rows = options is None or not options.merged
             grads = dense.backward(
                 grad_out, grad_lse, query, key, value, out, lse, terms, needs=mine, arch=arch, cap=cap,

@@ -10,8 +10,8 @@ import torch
 
 from ffpa_jit.triton import decode_kernels
 from ffpa_jit.triton.configs import DecodeTiling, decode_tiling, uses_tma
-from ffpa_jit.triton.launch import Launcher, bind, operand, processors, triton_is_between
-from ffpa_jit.triton.terms import UNLIMITED, Terms
+from ffpa_jit.triton.launch import Launcher, bind, mark, operand, processors, triton_is_between
+from ffpa_jit.triton.terms import UNLIMITED, Terms, opaque
 
 LEAST_KEYS = 256
 """A program takes at least so many keys, or its start and its share of the combine cost more than it reads."""
@@ -62,19 +62,12 @@ def _launch(
     arch: str, cap: int, t: DecodeTiling, splits: int | None,
 ) -> None:  # fmt: skip
     mods, bits = modifiers(terms)
-    kinds = tuple(_kind(x) for x in mods) if bits else ()
     calls = _calls_like(
         arch, q.device, processors(q.device), q.dtype, q.shape, k.shape,
-        (q.stride(), k.stride(), v.stride(), out.stride()), (terms.left, terms.right), (bits, kinds), cap, t, splits,
+        (q.stride(), k.stride(), v.stride(), out.stride()), (terms.left, terms.right), bits,
+        mark(mods) if bits else None, cap, t, splits,
     )  # fmt: skip
     calls.launch(q, k, v, out, lse, mods, terms)
-
-
-def _kind(x: Any) -> Any:
-    """What Triton compiles a kernel for, of an argument that it is told not to specialise on."""
-    if isinstance(x, torch.Tensor):
-        return x.dtype
-    return -(2**31) <= x < 2**31 if isinstance(x, int) else type(x)
 
 
 class _Calls:
@@ -86,7 +79,7 @@ class _Calls:
     def __init__(
         self, arch: str, device: torch.device, device_processors: int, dtype: torch.dtype, shape: torch.Size,
         shape_kv: torch.Size, strides: tuple[tuple[int, ...], ...], ranges: tuple[int, int],
-        options: tuple[int, tuple[Any, ...]], cap: int, t: DecodeTiling, splits: int | None,
+        bits: int, kinds: Any, cap: int, t: DecodeTiling, splits: int | None,
     ) -> None:  # fmt: skip
         batch, heads_q, len_q, head_dim = shape
         heads_kv, len_kv = shape_kv[1:3]
@@ -105,7 +98,6 @@ class _Calls:
         self.widths, self.tma = cover(head_dim), uses_tma(arch)
         self.constants = {"D": head_dim, "W1": self.widths[1], "SPLIT": splits > 1, "num_warps": t.warps}
         if not t.hopper:
-            bits = options[0]
             self.constants |= {
                 "W0": self.widths[0], "ROWS": t.rows, "BLOCK_N": t.block_n, "FOLD": t.fold, "PRECISE": t.precise,
                 "MODS": bits, "TMA": self.tma, "num_stages": t.stages, **register_limit(t, arch, bits),
@@ -201,6 +193,6 @@ def modifiers(terms: Terms) -> tuple[tuple[Any, ...], int]:
     mods, bits = terms.modifiers
     if bits & _MASK:
         strides = terms.mask_strides
-        mods = (mods[0], *strides, *mods[5:])
+        mods = (mods[0], *map(opaque, strides), *mods[5:])
         bits = (bits & ~_ALIGNED) | (_ROWS if strides[1] else 0)
     return mods, bits

@@ -12,7 +12,7 @@ from ffpa_jit.triton import mask_gradient, mask_tiles, rows, score, value
 from ffpa_jit.triton.configs import score_tiling, uses_tma, value_tiling
 from ffpa_jit.triton.launch import Launcher, bind, bind_tiles, operand, processors
 from ffpa_jit.triton.schedule import TILE, Block, Shape, backward_blocks, forward_blocks, grid_tiles, tiles
-from ffpa_jit.triton.terms import Terms
+from ffpa_jit.triton.terms import Terms, opaque
 
 EXPONENT_WINDOW = {torch.bfloat16: (64, 32), torch.float16: (0, 15)}
 """dtype -> (SHIFT, HEADROOM) of ``score``: where P sits in the exponent range, and how far a score may exceed it."""
@@ -64,7 +64,7 @@ class _Call:
             low, end = grouped[..., 0].amin(2, keepdim=True), grouped[..., 1].amax(2, keepdim=True)
             key_spans = torch.stack((low, end), -1).expand_as(grouped).contiguous()
         mask_b, mask_h = (heads if batches > 1 else 0), int(heads > 1)
-        return state, row_spans, key_spans, mask_b, mask_h, m_tiles, n_tiles
+        return state, row_spans, key_spans, *map(opaque, (mask_b, mask_h, m_tiles, n_tiles))
 
     def place(self, x: Block) -> tuple[int, ...]:
         """Where a block is, as kernels take it."""
@@ -233,7 +233,9 @@ def mask_sum_bytes(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -
     """Bytes of float32 sums that the gradient of a mask takes beside itself."""
     if mask.shape[2] != query.shape[2] or mask.shape[3] != key.shape[2]:
         return 4 * query.shape[0] * query.shape[1] * max(query.shape[2], key.shape[2])
-    return mask.numel() * (4 - mask.element_size())
+    held = mask.numel() * (4 - mask.element_size())
+    contiguous = torch.empty_like(mask, device="meta").is_contiguous()
+    return held if contiguous else held + mask.numel() * mask.element_size()
 
 
 class _Backward(_Call):

@@ -4,7 +4,7 @@ Scores are kept in log2 units: ``s = scale * log2(e) * q.k``. Every kernel takes
 need at run time, and ``MODS``, bits that say which options there are (``terms.Terms.device`` makes both)::
 
     mods = (mask pointer (bytes of a boolean one), its strides over batch, head, query, key, softcap in log2 units,
-            rng pointer, drop threshold, 1 / scale)
+            rng pointer, drop threshold, 1 / scale), the integers as ``plain`` reads them
 
 Order, as in PyTorch's SDPA and in FlashAttention: scale, softcap, additive mask, then -inf for what is not visible.
 
@@ -44,6 +44,12 @@ MINIMUM_LSE = tl.constexpr(-1.2676506002282294e30)
 
 
 @triton.jit
+def plain(n):
+    """An integer of a tuple as it was given to ``terms.opaque``."""
+    return (n - 3) >> 1
+
+
+@triton.jit
 def capped(s, mods, MODS: tl.constexpr):
     """``softcap * tanh(s / softcap)``, in log2 units."""
     if SOFTCAP & MODS:
@@ -63,10 +69,10 @@ def mask_values(mods, b, h, rows, cols, len_q, len_kv, MODS: tl.constexpr):
     ``h``: a head, or one for each row. Outside the problem: not visible, or 0 for an additive mask.
     """
     UNIT: tl.constexpr = (16 if MASK_BOOL & MODS else 8) if MASK_ALIGNED & MODS else 1
-    line = b.to(tl.int64) * mods[1] + h.to(tl.int64) * mods[2]
+    line = b.to(tl.int64) * plain(mods[1]) + h.to(tl.int64) * plain(mods[2])
     inside = (cols < len_kv)[None, :]
     if MASK_ROWS & MODS:
-        line = (line + rows.to(tl.int64) * mods[3])[:, None]
+        line = (line + rows.to(tl.int64) * plain(mods[3]))[:, None]
         inside = inside & (rows < len_q)[:, None]
     if MASK_UNIT & MODS:
         at = (mods[0] + line * UNIT) + cols[None, :]
@@ -74,7 +80,7 @@ def mask_values(mods, b, h, rows, cols, len_q, len_kv, MODS: tl.constexpr):
             # Of an argument that is not specialised the compiler knows no alignment: without it, a load an element.
             at = tl.max_contiguous(tl.multiple_of(at, [1, 16]), [1, UNIT])
     else:
-        at = (mods[0] + line) + (cols.to(tl.int64) * mods[4])[None, :]
+        at = (mods[0] + line) + (cols.to(tl.int64) * plain(mods[4]))[None, :]
     if MASK_BOOL & MODS:
         # Widened before it is compared: the compiler then changes the layout of bytes, not of what is made of them.
         values = tl.load(at, mask=inside, other=0).to(tl.int32) != 0
@@ -207,7 +213,7 @@ def kept(mods, lines, rows, col, ROWS: tl.constexpr, COLS: tl.constexpr):
     c2 = blank + ((lines + rows * 0).to(tl.uint32))[:, None]
     c3 = blank + offset.to(tl.uint32)
     w0, w1, w2, w3 = _philox(c0, c1, c2, c3, k0, k1)
-    limit = mods[7].to(tl.uint32)
+    limit = plain(mods[7]).to(tl.uint32)
     # Call 4 a + j holds the keys 32 a + 8 w + 2 j + e: word w, half e (the low one for even keys).
     even = tl.join(tl.join(w0 & 0xFFFF, w2 & 0xFFFF), tl.join(w1 & 0xFFFF, w3 & 0xFFFF)) >= limit
     odd = tl.join(tl.join(w0 >> 16, w2 >> 16), tl.join(w1 >> 16, w3 >> 16)) >= limit

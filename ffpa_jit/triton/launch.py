@@ -82,7 +82,7 @@ class Launcher:
         key = (id(kernel), *constants, *constants.values())
         found = self._known.get(key)
         if found is None:
-            everything = (key, self._device.index, *map(_mark, arguments)) if _marks_are_known() else None
+            everything = (key, self._device.index, *map(mark, arguments)) if _marks_are_known() else None
             found = _everywhere.get(everything)
             if found is None:
                 compiled = kernel[(programs,)](*arguments, **constants)
@@ -106,7 +106,7 @@ _everywhere: dict[Any, _Found] = {}
 """What any call has found, by what Triton specialises a kernel on."""
 
 
-def _mark(x: Any) -> Any:
+def mark(x: Any) -> Any:
     """All that Triton (3.5 to 3.9) may compile a kernel for, of an argument, as if it specialised on every one."""
     kind = type(x)
     if kind is int:
@@ -114,7 +114,7 @@ def _mark(x: Any) -> Any:
     if x is None or kind is float:
         return kind
     if kind is tuple:
-        return tuple(map(_mark, x))
+        return tuple(map(mark, x))
     if isinstance(x, torch.Tensor):
         # On AMD, also on whether offsets fit 32 bits.
         small = torch.version.hip is not None and x.untyped_storage().nbytes() < 2**31

@@ -10,7 +10,7 @@ The tables have one entry where the mask broadcasts: a padding mask [B, 1, 1, Nk
 import triton
 import triton.language as tl
 
-from .epilogue import MASK_BOOL, MASK_ROWS, mask_values
+from .epilogue import MASK_BOOL, MASK_ROWS, mask_values, plain
 
 EMPTY = tl.constexpr(0)
 MIXED = tl.constexpr(1)
@@ -91,23 +91,23 @@ def find_spans(
 @triton.jit
 def row_line(skips, b, h, m_tile, MODS: tl.constexpr):
     """Index of a row tile (of the whole problem) in ``row_spans``, and in the states of its key tiles."""
-    line = b * skips[3] + h * skips[4]
+    line = b * plain(skips[3]) + h * plain(skips[4])
     if MASK_ROWS & MODS:
-        line = line * skips[5] + m_tile
+        line = line * plain(skips[5]) + m_tile
     return line
 
 
 @triton.jit
 def key_line(skips, b, h, n_tile):
     """Index of a key tile (of the whole problem) in ``key_spans``."""
-    return (b * skips[3] + h * skips[4]) * skips[6] + n_tile
+    return (b * plain(skips[3]) + h * plain(skips[4])) * plain(skips[6]) + n_tile
 
 
 @triton.jit
 def state_of(skips, b, h, m_tile, n_tile, MODS: tl.constexpr):
     """EMPTY, MIXED or OPEN."""
     line = row_line(skips, b, h, m_tile, MODS)
-    return tl.load(skips[0] + line.to(tl.int64) * skips[6] + n_tile)
+    return tl.load(skips[0] + line.to(tl.int64) * plain(skips[6]) + n_tile)
 
 
 @triton.jit

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["LEVELS", "UNLIMITED", "Terms"]
+__all__ = ["LEVELS", "UNLIMITED", "Terms", "opaque"]
 
 LOG2E = math.log2(math.e)
 
@@ -23,6 +23,14 @@ LEVELS = 65536
 _BOOL, _ADD, _ROWS, _UNIT, _ALIGNED, _SOFTCAP, _DROPOUT, _FIRST = 1, 2, 4, 8, 16, 32, 64, 128
 
 _SMALLEST_SCALE = 1e-6  # below, a mask in units of unscaled scores may overflow
+
+
+def opaque(n: int) -> int:
+    """An integer as kernels take it inside a tuple, see ``epilogue.plain``: odd and at least 3.
+
+    Triton compiles a kernel for an argument that is 1, or a multiple of 16, and in tuples it cannot be told not to.
+    """
+    return 2 * n + 3
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,8 +136,8 @@ class Terms:
         if mask is not None and mask.dtype == torch.bool:
             mask = mask.view(torch.uint8)
         mods = (
-            mask, b // unit, h // unit, q // unit, k, self.softcap * LOG2E,
-            self.rng if self.dropout_p > 0 else None, self.threshold,
+            mask, *map(opaque, (b // unit, h // unit, q // unit, k)), self.softcap * LOG2E,
+            self.rng if self.dropout_p > 0 else None, opaque(self.threshold),
             1.0 / self.scale if self.scale else 0.0,
         )  # fmt: skip
         return mods, bits

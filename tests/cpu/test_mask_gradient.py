@@ -11,6 +11,8 @@ from ffpa_jit.triton import dense
 from ffpa_jit.triton.schedule import TILE_BYTES
 from ffpa_jit.triton.terms import Terms
 from tests import oracle
+from tests.options import Case
+from tests.shapes import MaskKind, Shape
 
 HALF = torch.float16
 
@@ -64,3 +66,11 @@ def test_what_it_holds_beside_itself_is_the_other_half_of_the_sums():
     assert dense.mask_sum_bytes(torch.empty(1, 1, 300, 300, dtype=HALF), q, q) == 2 * 300 * 300
     assert dense.mask_sum_bytes(torch.empty(2, 1, 300, 300), q, q) == 0
     assert dense.mask_sum_bytes(torch.empty(2, 1, 1, 300), q, q) == 4 * 2 * 4 * 300
+    transposed = torch.empty(2, 1, 300, 200).transpose(2, 3)  # added up densely, then copied
+    assert dense.mask_sum_bytes(transposed, q[:, :, :200], q) == 4 * 2 * 300 * 200
+
+
+@pytest.mark.parametrize("memory", [1.0, 1.3, 2.0])
+def test_what_does_not_fit_is_computed_again(memory):
+    """480 kB for a gradient that is added up in another layout than its own; the other gradients need 0.8 MB."""
+    Case(Shape(1, 1, 1, 300, 400, 264), MaskKind("fp32", "qk", "random", "transposed"), memory=memory).run(HALF)
