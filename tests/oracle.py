@@ -15,7 +15,8 @@ before P V, the score gradients before their GEMMs and sums, and each result. ``
 evaluates the formulas with fp32 scores and exactly those roundings; a result passes when its error is at
 most ``FACTOR`` times the error of that evaluation (or of one rounding, where that happens to be exact: one key
 has probability 1), plus a floor of fp32 size for values that cancel to zero (one key: dq is exactly 0).
-A score is known to two fp32 roundings of the largest number that it is made from, which the floor grows with.
+A score is known to two fp32 roundings of the largest number that it is made from, which the floor grows with; if that
+is an additive mask, to as many as there are steps of its product, whose errors add up like a random walk.
 Torch's math path is no yardstick here: it computes in fp32 throughout.
 """
 
@@ -208,11 +209,12 @@ def attention(
             o = rounded(rounded(dropped) @ v[h] / safe)
             out[h, :, r] = o
             lse[h, :, r] = (top + torch.log(total)).squeeze(-1)
-            # How much more than FLOOR the scores' own rounding is, by row: finite masks that keep the row's keys.
+            # How much more than FLOOR the scores' own rounding is, by row: finite masks that keep the row's keys. The
+            # sum of a score begins at the mask, and every step of 16 products cuts it off at the mask's size.
             extra = None
             if additive:
                 far = s.abs().masked_fill((e < 1e-20) | (s <= MINIMUM), 0.0).amax(-1, keepdim=True)
-                extra = 2.0**-23 / FLOOR * far
+                extra = 2.0**-23 / FLOOR * far * max(1.0, 0.3 * math.sqrt(head_dim / 16))
                 size_out[h, :, r] = extra * (o.abs() + (dropped / safe).square() @ v[h].square()).sqrt()
             if do is None:
                 continue
