@@ -111,7 +111,7 @@ def mark(x: Any) -> Any:
     kind = type(x)
     if kind is int:
         return (x == 1) + 2 * (x % 16 == 0) + 4 * (-(2**31) <= x < 2**31)
-    if x is None or kind is float:
+    if x is None or kind is float or kind is bool:
         return kind
     if kind is tuple:
         return tuple(map(mark, x))

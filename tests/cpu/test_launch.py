@@ -85,7 +85,7 @@ def test_another_call_finds_what_one_has_found_if_triton_would():
     # Each of these has a kernel of its own: by dtype, alignment, size, divisibility, being 1, and what is None.
     kinds = [
         (base, 32), (base.float(), 32), (base[1:], 32), (base, 2**31), (base, 33), (base, 1), (None, 32), (0.5, 32),
-        ((base, 16), 32), ((base, 17), 32), ((None, 16), 32),
+        (True, 32), ((base, 16), 32), ((base, 17), 32), ((None, 16), 32),
     ]  # fmt: skip
     for kind in kinds:
         call(*kind)
