@@ -179,6 +179,8 @@ def main() -> None:
     parser.add_argument("--milliseconds", type=float, default=60.0, help="GPU time a sample (%(default)s)")
     parser.add_argument("--output", type=Path, default=RESULTS, help="directory of the results (%(default)s)")
     arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("bench/options.py measures a GPU, and torch sees none here")
     clock = Clock(arguments.milliseconds)
     device = torch.cuda.get_device_name()
     lines = [

@@ -2,7 +2,7 @@
 """The main job in one run, on whatever machine this is.
 
 With a GPU: forward and backward at D=512, JIT-compiled, timed against PyTorch's SDPA and checked against float64; then
-a masked forward and decoding on the CUDA kernels.
+a masked forward and decoding without gradients.
 Without: the same kernels through Triton's interpreter on a small problem, checked against float64; then the kernels are
 compiled for sm_90, which takes no GPU, and their registers, spills and shared memory are printed; then one CUDA kernel,
 if nvcc or NVRTC is there.
@@ -104,11 +104,11 @@ def on_a_gpu(head_dim: int) -> bool:
         del out
     ratios = [a / b for a, b in zip(times["SDPA"], times["ours"], strict=True)]
     print(f"{'faster by':>40}  {ratios[0]:8.2f} x {'':13}  {ratios[1]:8.2f} x")
-    return on_cuda_kernels(q.detach(), k.detach(), v.detach()) and right
+    return without_gradients(q.detach(), k.detach(), v.detach()) and right
 
 
-def on_cuda_kernels(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """A masked forward and decoding, which the CUDA kernels run, beside SDPA."""
+def without_gradients(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """A masked forward and decoding beside SDPA."""
     n = k.shape[2]
     mask = torch.arange(n, device="cuda") < 7 * n // 8
     right = True

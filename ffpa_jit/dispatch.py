@@ -154,7 +154,7 @@ def _common_refusals(problem: Problem) -> list[Refusal]:
         found.append(
             Refusal(
                 "device",
-                f"the tensors are on a {problem.device_type} device; the kernels run on CUDA and ROCm devices",
+                f"the tensors are on a {problem.device_type} device; the kernels run on GPUs",
             )
         )
     return found
