@@ -101,12 +101,13 @@ def check_tensors(**tensors: object) -> None:
             raise TypeError(f"{name} must be a tensor, not {type(tensor).__name__}")
 
 
-def check_kinds(query: object, key: object, value: object, attn_mask: object, is_causal: object) -> None:
+def check_kinds(query: object, key: object, value: object, attn_mask: object, **flags: object) -> None:
     """TypeError for arguments that are not even of the right kind; SDPA's, where it has the better one, comes later."""
     for name, tensor in (("query", query), ("key", key), ("value", value), ("attn_mask", attn_mask)):
         if not isinstance(tensor, Tensor) and (tensor is not None or name != "attn_mask"):
             raise TypeError(f"{name} must be a tensor, not {type(tensor).__name__}")
-    check_flag("is_causal", is_causal)
+    for name, flag in flags.items():
+        check_flag(name, flag)
 
 
 def check_flag(name: str, value: object) -> None:
@@ -167,7 +168,7 @@ def _limit(value: Any) -> int:
         return -1
     if isinstance(value, (bool, Tensor)) or not (isinstance(value, int) or hasattr(value, "__index__")):
         raise TypeError(f"window_size must be a pair of ints, and one is {type(value).__name__} ({value!r})")
-    limit = value if isinstance(value, int) else operator.index(value)
+    limit = value if type(value) is int else operator.index(value)  # a subclass is no int to Triton
     if limit < -1:
         raise ValueError(f"window_size has {shown(limit)}; pass a number of keys from 0 on, or -1 for no limit")
     return limit
@@ -180,6 +181,10 @@ def foreign(*tensors: Tensor | None) -> Refusal | None:
             return Refusal("subclass", f"{type(tensor).__name__} arguments give SDPA a meaning of their own")
         if tensor is not None and tensor.is_nested:
             return Refusal("subclass", "nested tensors give SDPA a meaning of their own")
+        if tensor is not None and tensor.layout != torch.strided:
+            return Refusal(
+                "layout", f"a tensor has the layout {tensor.layout}; the kernels read strided memory: densify it"
+            )
     if not torch.compiler.is_compiling() and (
         torch._C._functorch.maybe_current_level() is not None or forward_ad._current_level >= 0
     ):

@@ -162,7 +162,9 @@ def ffpa_attn_func(
             raise NotImplementedError(_small_error(window, softcap))
         return sdpa.native(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
 
-    arguments.check_kinds(query, key, value, attn_mask, is_causal)
+    arguments.check_kinds(
+        query, key, value, attn_mask, is_causal=is_causal, enable_gqa=enable_gqa, return_lse=return_lse
+    )
     dropout_p = arguments.probability(dropout_p)
     return_lse = bool(return_lse)
     if is_causal and window != NO_WINDOW:
@@ -334,7 +336,9 @@ def explain(
     """
     try:
         arguments.reject(_NAME, unsupported, _OPTIONS)
-        arguments.check_kinds(query, key, value, attn_mask, is_causal)
+        arguments.check_kinds(
+            query, key, value, attn_mask, is_causal=is_causal, enable_gqa=enable_gqa, return_lse=return_lse
+        )
         dropout_p, softcap = arguments.probability(dropout_p), arguments.softcap(softcap)
         window = arguments.window(window_size)
     except (TypeError, ValueError, NotImplementedError) as wrong:

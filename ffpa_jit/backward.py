@@ -65,7 +65,7 @@ def ffpa_attn_backward(
         NotImplementedError: no backend computes these gradients (SDPA takes no log-sum-exp); the message lists every
             reason.
     """
-    arguments.check_kinds(query, key, value, attn_mask, is_causal)
+    arguments.check_kinds(query, key, value, attn_mask, is_causal=is_causal, enable_gqa=enable_gqa)
     _check_foreign(query, key, value, attn_mask, grad_out, out, lse, grad_lse)
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.dim() != 4:

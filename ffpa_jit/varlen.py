@@ -62,7 +62,7 @@ def ffpa_attn_varlen_func(
         k, v: [Tk, Hkv, D] of the same dtype and device; may be the same tensor.
         cu_seqlens_q, cu_seqlens_k: int32 [sequences + 1], starting at 0 and never falling, on the same device;
             `cu_seqlens_k=None` is `cu_seqlens_q`. A sequence may be empty on either side. Their values are not checked
-            (that would synchronise): malformed ones give wrong numbers, never an access outside the tensors.
+            (that would synchronise): malformed ones give NaN, never an access outside the tensors.
         max_seqlen_q, max_seqlen_k: no sequence is longer: an int, or a tensor of one element, which is read if it is on
             the CPU and not under a compiler. None, and any other tensor, means Tq or Tk.
         dropout_p: the probability that a weight is dropped.
@@ -85,7 +85,8 @@ def ffpa_attn_varlen_func(
         TypeError: dtypes other than fp16 and bf16 or not the same, cu_seqlens that are not int32, arguments of the
             wrong kind, an unknown keyword.
         ValueError: shapes or devices that do not fit, Hq != Hkv without enable_gqa, a negative window, softcap or
-            max_seqlen, dropout_p outside 0 to 1.
+            max_seqlen, dropout_p outside 0 to 1; a workspace that does not hold two rows of score tiles (in the
+            backward: of all heads that share a key head).
         NotImplementedError: head dims outside 257 to 1024 or not a multiple of 8, an option that no kernel has, a call
             that no backend runs, tensor subclasses and torch.func transforms. The message lists every reason.
     """
@@ -96,6 +97,7 @@ def ffpa_attn_varlen_func(
     if not (backend is None and forward_backend is None and backward_backend is None):
         forward, backward = resolve(backend, forward_backend, backward_backend)
     arguments.check_tensors(q=q, k=k, v=v)
+    arguments.check_flag("return_lse", return_lse)
     dropout_p = arguments.probability(dropout_p)
     q, k, v = arguments.autocast(q), arguments.autocast(k), arguments.autocast(v)
     cu_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
@@ -167,12 +169,15 @@ def _bound(name: str, value: Any, total: int) -> int:
         value = int(value)
     elif isinstance(value, bool) or not (isinstance(value, (int, torch.SymInt)) or hasattr(value, "__index__")):
         raise TypeError(f"{name} must be an int, a tensor of one element, or None, not {type(value).__name__}")
-    elif not isinstance(value, (int, torch.SymInt)):
+    elif type(value) is not int and not isinstance(value, torch.SymInt):
         value = operator.index(value)
     # Under a compiler it may be a symbol that no comparison may be made with.
-    if not torch.compiler.is_compiling() and value < 0:
+    if torch.compiler.is_compiling():
+        return cast(int, value)
+    if value < 0:
         raise ValueError(f"{name} is {value}; it is the length of the longest sequence, 0 or more")
-    return cast(int, value)
+    # Operators take no more than 64 bits, and Triton has another kernel for more than 32.
+    return min(cast(int, value), 2**31 - 1)
 
 
 def check(

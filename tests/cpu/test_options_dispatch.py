@@ -5,6 +5,7 @@ what they say when they do not, and what reaches a backend. A backend in plain t
 from __future__ import annotations
 
 import dataclasses
+import enum
 
 import numpy as np
 import pytest
@@ -323,7 +324,7 @@ def test_the_workspace_of_a_named_backend_reaches_it_compiled_or_not(triton, dyn
 DENSE = [{}, {"is_causal": True}, {"window_size": (4, 1), "softcap": 3.0}, {"attn_mask": torch.randn(9, 14)}]
 
 
-@pytest.mark.parametrize("options", DENSE, ids=str)
+@pytest.mark.parametrize("options", DENSE, ids=lambda options: " ".join(options) or "plain")
 @pytest.mark.parametrize("grad", [False, True])
 def test_the_backward_of_an_unsharded_call_is_autograds(triton, options, grad):
     q, k, v, do = inputs()
@@ -376,6 +377,32 @@ def test_only_what_is_needed_is_computed(triton):
     assert triton.backward_calls[-1]["needs"] == (False, True, False, False)
 
 
+@pytest.mark.parametrize("name", ["enable_gqa", "return_lse", "is_causal"])
+def test_a_flag_is_true_or_false(triton, name):
+    q, k, v, _ = make(SHAPE, HALF)
+    with pytest.raises(TypeError, match=f"{name} must be True or False, not str"):
+        ffpa_attn_func(q, k, v, **{name: "no"})
+
+
+@pytest.mark.parametrize("name", ["query", "attn_mask"])
+def test_sparse_tensors_are_refused_by_their_layout(triton, name):
+    q, k, v, _ = make(SHAPE, HALF)
+    given = {"query": q, "key": k, "value": v, "attn_mask": torch.zeros(q.shape[2], k.shape[2], dtype=HALF)}
+    given[name] = given[name].to_sparse()
+    with pytest.raises(NotImplementedError, match=r"layout torch\.sparse_coo"):
+        ffpa_attn_func(**given, enable_gqa=True, backend="triton")
+
+
+class Keys(enum.IntEnum):
+    before = 3
+
+
+def test_a_window_of_another_kind_of_int_reaches_a_backend_as_an_int(triton):
+    q, k, v, _ = make(SHAPE, HALF)
+    ffpa_attn_func(q, k, v, enable_gqa=True, window_size=(Keys.before, 0), backend="triton")
+    assert [type(limit) for limit in triton.calls[-1]["window"]] == [int, int]
+
+
 @pytest.mark.parametrize(
     ("change", "error", "words"),
     [
@@ -391,6 +418,8 @@ def test_only_what_is_needed_is_computed(triton):
         ({"value": lambda x: x[:, :, :3]}, ValueError, "positions"),
         ({"key": lambda x: x.bfloat16()}, TypeError, "dtypes"),
         ({"is_causal": lambda x: "no"}, TypeError, "is_causal"),
+        ({"enable_gqa": lambda x: "no"}, TypeError, "enable_gqa must be True or False"),
+        ({"lse": lambda x: x.to_sparse()}, NotImplementedError, "layout torch.sparse_coo"),
         ({"scale": lambda x: "1"}, TypeError, "scale"),
         ({"backend": lambda x: "cuda"}, ValueError, "forward only"),
         ({"backend": lambda x: "sdpa"}, NotImplementedError, "log-sum-exp"),

@@ -5,6 +5,7 @@ A backend in plain torch stands in for Triton's; the kernels have tests of their
 
 from __future__ import annotations
 
+import enum
 import inspect
 
 import numpy as np
@@ -248,6 +249,8 @@ BAD = [
     ({"q": lambda x: x[:, :3]}, ValueError, "3 query heads and 2"),
     ({"enable_gqa": lambda x: "yes"}, TypeError, "enable_gqa must be True or False"),
     ({"causal": lambda x: None}, TypeError, "causal must be True or False"),
+    ({"return_lse": lambda x: "no"}, TypeError, "return_lse must be True or False"),
+    ({"q": lambda x: x.to_sparse()}, NotImplementedError, "layout torch.sparse_coo"),
     (
         {n: lambda x: x[..., :256] for n in "qkv"},
         NotImplementedError,
@@ -285,6 +288,20 @@ def test_a_bad_argument_is_named_with_what_came_and_what_is_allowed(triton, chan
     given.update({name: make_it(given.get(name)) for name, make_it in change.items()})
     with pytest.raises(error, match=words):
         ffpa_attn_varlen_func(**given)
+
+
+class Length(enum.IntEnum):
+    longest = 700
+
+
+@pytest.mark.parametrize("longest", [2**31, 2**63, 2**70, Length.longest], ids=str)
+def test_a_longest_length_may_be_any_number(triton, longest):
+    """Of 2^70 the operator's schema knows nothing, and to Triton a subclass is no int."""
+    q, k, v, do, cu_q, cu_k = packed()
+    out, lse = ffpa_attn_varlen_func(q, k, v, cu_q, cu_k, longest, longest, enable_gqa=True, return_lse=True)
+    assert torch.equal(out, ffpa_attn_varlen_func(q, k, v, cu_q, cu_k, enable_gqa=True))
+    grads = ffpa_attn_varlen_backward(do, q, k, v, out, lse, cu_q, cu_k, longest, longest, enable_gqa=True)
+    assert all(grad.isfinite().all() for grad in grads)
 
 
 def test_options_of_other_libraries_are_refused_together_by_name(triton):
@@ -528,6 +545,7 @@ def test_a_shard_without_keys_gives_zeros_and_empties(triton):
     [
         ({"lse": lambda x: x.T}, ValueError, r"lse has shape \[12, 4\].*\[4, 12\]"),
         ({"lse": lambda x: x.double()}, TypeError, "lse has dtype"),
+        ({"k": lambda x: x.to_sparse()}, NotImplementedError, "layout torch.sparse_coo"),
         ({"out": lambda x: x[:3]}, ValueError, "out has shape"),
         ({"grad_out": lambda x: x.float()}, TypeError, "grad_out has dtype"),
         ({"cu_seqlens_q": lambda x: x.long()}, TypeError, "cu_seqlens_q has dtype"),

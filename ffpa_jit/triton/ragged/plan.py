@@ -188,7 +188,10 @@ def _check(batch: Batch) -> None:
 
 
 def _too_small(cap: int, what: str) -> DoesNotFitError:
-    return DoesNotFitError(f"{cap / 2**20:.4g} MiB of workspace do not hold {what}: raise FFPA_JIT_WORKSPACE_MB")
+    return DoesNotFitError(
+        f"{max(cap, 0) / 2**20:.4g} MiB, what tables and row sums leave of the workspace, do not hold {what}: raise "
+        "FFPA_JIT_WORKSPACE_MB, or the call's own TritonBackend(workspace_mb=...)"
+    )
 
 
 def forward_rounds(batch: Batch, cap: int, heads: int, group_rows: int) -> Rounds:
