@@ -177,11 +177,13 @@ def _limit(value: Any) -> int:
 def foreign(*tensors: Tensor | None) -> Refusal | None:
     """Why these tensors cannot be handed to kernels at all, whatever the call; None if they can."""
     for tensor in tensors:
-        if tensor is not None and type(tensor) not in _PLAIN_TYPES:
+        if tensor is None:
+            continue
+        if type(tensor) not in _PLAIN_TYPES:
             return Refusal("subclass", f"{type(tensor).__name__} arguments give SDPA a meaning of their own")
-        if tensor is not None and tensor.is_nested:
+        if tensor.is_nested:
             return Refusal("subclass", "nested tensors give SDPA a meaning of their own")
-        if tensor is not None and tensor.layout != torch.strided:
+        if tensor.layout != torch.strided:
             return Refusal(
                 "layout", f"a tensor has the layout {tensor.layout}; the kernels read strided memory: densify it"
             )

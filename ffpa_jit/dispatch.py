@@ -151,12 +151,7 @@ def _common_refusals(problem: Problem) -> list[Refusal]:
             )
         )
     if problem.device_type != "cuda" and problem.arch != "interpreter":
-        found.append(
-            Refusal(
-                "device",
-                f"the tensors are on a {problem.device_type} device; the kernels run on GPUs",
-            )
-        )
+        found.append(Refusal("device", f"the tensors are on a {problem.device_type} device; the kernels run on GPUs"))
     return found
 
 

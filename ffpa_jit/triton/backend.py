@@ -98,8 +98,9 @@ class TritonKernels:
         cap = _cap(options)
         arch = device_arch(query.device.type, query.device.index)
         with _on(query.device), _compiling("backward", arch, query, terms):
+            needed = _needed(query, key, "backward")
             # A stored dS has the softcap's slope in it, which the gradient of the mask has not.
-            if cap < _needed(query, key, "backward") or (softcap and needs[3]):
+            if cap < needed or (softcap and needs[3]):
                 from . import fused
 
                 return fused.backward(
@@ -110,7 +111,7 @@ class TritonKernels:
             mine = needs
             if needs[3] and attn_mask is not None:
                 held = dense.mask_sum_bytes(attn_mask, query, key)
-                if held > min(cap // 2, cap - _needed(query, key, "backward")):
+                if held > min(cap // 2, cap - needed):
                     mine = (*needs[:3], False)
             whole_rows = options is None or not options.merged
             grads = dense.backward(

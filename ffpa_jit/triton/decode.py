@@ -73,7 +73,8 @@ def _launch(
 class _Calls:
     """Calls that differ in their tensors only: how they are cut, and the kernels once they are known.
 
-    The eager calls of a decoding loop take longer on the host than on the device, so what they share is kept.
+    The eager calls of a decoding loop take longer on the host than on the device, so what they share is kept. Dtype,
+    strides and kinds (``mark`` of the options) only tell calls apart that have kernels of their own.
     """
 
     def __init__(
@@ -91,7 +92,7 @@ class _Calls:
             at_once = device_processors * t.per_processor
             seen = visible(ranges, len_q, len_kv)
             splits = min(count_splits(units * row_tiles, seen, at_once), max(cap // row_bytes, 1))
-        self.tiling, self.arch, self.head_dim, self.splits = t, arch, head_dim, splits
+        self.tiling, self.head_dim, self.splits = t, head_dim, splits
         self.counts = len_q, len_kv, heads_kv, group, row_tiles, splits, *ranges
         self.programs = units * row_tiles * splits
         self.rows = splits * units * n_rows if splits > 1 else 0  # of partial sums

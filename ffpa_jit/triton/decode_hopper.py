@@ -38,8 +38,7 @@ _LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank
 
 def describe(t: torch.Tensor, cols: int) -> TensorDescriptor:
     """A [B, H, N, D] tensor, read a block of keys and ``cols`` columns at a time."""
-    strides = [s if n > 1 else t.shape[-1] for n, s in zip(t.shape[:-1], t.stride()[:-1], strict=True)]
-    return launch.describe(TensorDescriptor, t, [*strides, 1], (1, 1, 64, cols), _LAYOUT)
+    return launch.describe(TensorDescriptor, t, (1, 1, 64, cols), _LAYOUT)
 
 
 @gluon.jit

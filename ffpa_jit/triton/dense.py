@@ -10,7 +10,7 @@ import torch
 
 from ffpa_jit.triton import mask_gradient, mask_tiles, rows, score, value
 from ffpa_jit.triton.configs import score_tiling, uses_tma, value_tiling
-from ffpa_jit.triton.launch import Launcher, bind, bind_tiles, operand, processors
+from ffpa_jit.triton.launch import Launcher, bind, bind_tiles, launch, operand, processors
 from ffpa_jit.triton.schedule import TILE, Block, Shape, backward_blocks, forward_blocks, grid_tiles, tiles
 from ffpa_jit.triton.terms import Terms, opaque
 
@@ -230,9 +230,9 @@ def _grad_scale(
 
 
 def mask_sum_bytes(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> int:
-    """Bytes of float32 sums that the gradient of a mask takes beside itself."""
+    """Bytes that the gradient of a mask takes beside itself to add up, see ``_Backward._hold_mask``."""
     if mask.shape[2] != query.shape[2] or mask.shape[3] != key.shape[2]:
-        return 4 * query.shape[0] * query.shape[1] * max(query.shape[2], key.shape[2])
+        return 4 * query.shape[0] * query.shape[1] * (key.shape[2] if mask.shape[2] == 1 else query.shape[2])
     held = mask.numel() * (4 - mask.element_size())
     contiguous = torch.empty_like(mask, device="meta").is_contiguous()
     return held if contiguous else held + mask.numel() * mask.element_size()
@@ -260,7 +260,10 @@ class _Backward(_Call):
         t = self.narrow = score_tiling(arch, "backward", s.head_dim, terms.kind)
         w = self.wide = value_tiling(arch, "backward", s.head_dim)
         self.d_tiles = -(-s.head_dim // w.width)
-        held = 0 if grads[3] is None else self._hold_mask(grads[3])
+        held = 0
+        if grads[3] is not None and terms.attn_mask is not None:
+            held = mask_sum_bytes(terms.attn_mask, q, k)
+            self._hold_mask(grads[3])
         self.blocks = backward_blocks(
             s, cap - held, matrices=1 + self.need_ds, dq=self.need_dq or need_mask, dkv=self.need_dk or self.need_dv,
             d_tiles=self.d_tiles, processors=processors(q.device),
@@ -292,26 +295,20 @@ class _Backward(_Call):
             return None
         return torch.empty(2 * max(sizes) * TILE * self.s.head_dim, device=self.device, dtype=torch.float32)
 
-    def _hold_mask(self, grad: torch.Tensor) -> int:
-        """What the mask's gradient needs to add up, and how many bytes it takes: the lower halves of float32 sums,
-        whose upper halves wait in a gradient of 16 bits; if it broadcasts over a side, a line for each head."""
+    def _hold_mask(self, grad: torch.Tensor) -> None:
+        """What the mask's gradient needs to add up: the lower halves of float32 sums, whose upper halves wait in a
+        gradient of 16 bits; if it broadcasts over a side, a line for each head."""
         s = self.s
         len_q, len_kv = grad.shape[2:]
         if len_q != s.len_q or len_kv != s.len_kv:
             shape = (self.batch, self.heads_q, 1, s.len_kv) if len_q == 1 else (self.batch, self.heads_q, s.len_q, 1)
             self.mask_sum = torch.zeros(shape, device=self.device, dtype=torch.float32)
-            return self.mask_sum.nbytes
-        held = 0
-        if not grad.is_contiguous():
-            grad = grad.new_empty(grad.shape)
-            held = grad.nbytes
-        self.mask_grad = grad
+            return
+        self.mask_grad = grad = grad if grad.is_contiguous() else grad.new_empty(grad.shape)
         if self.shape["SHAPE"] != FULL:  # tiles that nobody sees are not visited
             grad.zero_()
         if grad.element_size() == 2:
             self.mask_sum = torch.empty_like(grad, dtype=torch.int16)
-            held += self.mask_sum.nbytes
-        return held
 
     def _row_terms(self, do: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> list[torch.Tensor]:
         s, m_tiles = self.s, tiles(self.s.len_q)
@@ -414,8 +411,8 @@ class _Backward(_Call):
         factors = (self.scale, self.scaled), (1.0, False)
         for sums, target, (scale, scaled) in zip(kinds, self.targets[1:], factors, strict=True):
             if target is not None:
-                Launcher(self.device)(
-                    rows.reduce_partials, groups * (n_rows // height) * -(-s.head_dim // width),
+                launch(
+                    self.device, rows.reduce_partials, groups * (n_rows // height) * -(-s.head_dim // width),
                     sums, bind(target, height, width, self.tma), self.grad_scale, scale, s.len_kv, n_rows,
                     self.heads_kv, x.head_first // s.group, groups, x.col_first, x.splits, D=s.head_dim,
                     BLOCK_D=width, SCALED=scaled, ROWS=height, TMA=self.tma, num_warps=4,

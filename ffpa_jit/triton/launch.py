@@ -33,19 +33,22 @@ def bind(t: torch.Tensor, rows: int, cols: int, tma: bool) -> Operand | None:
     if not tma:
         b, h, n = (s // 8 if size > 1 else 0 for s, size in zip(t.stride()[:-1], t.shape[:-1], strict=True))
         return t, b, h, n
-    # The stride of a dimension of one element is arbitrary in torch, but a descriptor wants a legal one.
-    strides = [s if n > 1 else t.shape[-1] for n, s in zip(t.shape[:-1], t.stride()[:-1], strict=True)]
-    return describe(TensorDescriptor, t, [*strides, 1], (1, 1, rows, cols))
+    return describe(TensorDescriptor, t, (1, 1, rows, cols))
 
 
 def bind_tiles(t: torch.Tensor, rows: int, cols: int, tma: bool) -> Any:
     """The workspace, a [slots * TILE, TILE] tensor, read or written in [rows, cols] parts."""
-    return describe(TensorDescriptor, t, list(t.stride()), (rows, cols)) if tma else t
+    return describe(TensorDescriptor, t, (rows, cols)) if tma else t
 
 
-def describe(kind: Any, t: torch.Tensor, strides: list[int], block: tuple[int, ...], *layout: Any) -> Any:
-    """A descriptor of the class ``kind``. Its checks take 10 us, of a call that may take 100: they are made for the
-    first tensor of such a tile; what depends on the tensor, ``operand`` has seen to."""
+def describe(kind: Any, t: torch.Tensor, block: tuple[int, ...], *layout: Any) -> Any:
+    """A descriptor of the class ``kind``, read a ``block`` at a time.
+
+    Its checks take 10 us, of a call that may take 100: they are made for the first tensor with such a block; what
+    depends on the tensor, ``operand`` has seen to.
+    """
+    # The stride of a dimension of one element is arbitrary in torch, but a descriptor wants a legal one.
+    strides = [s if n > 1 else t.shape[-1] for n, s in zip(t.shape[:-1], t.stride()[:-1], strict=True)] + [1]
     key = kind, t.dtype, block
     rest = _checked.get(key)
     if rest is None:
@@ -60,50 +63,68 @@ def describe(kind: Any, t: torch.Tensor, strides: list[int], block: tuple[int, .
 _checked: dict[tuple[Any, ...], dict[str, Any]] = {}
 
 
-class Launcher:
-    """Launches the kernels of one call, round after round.
-
-    To find a compiled kernel, Triton looks at every argument of every launch: 50 to 150 us of host time, more than many
-    of these launches take on the device. Between the rounds of a call only integers change that no kernel is
-    specialised on, so what was found in the first round is launched in the others, in a third of the time. The
-    arguments of a kernel must be the same tensors each time, or such of the same shape, strides and alignment.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        # The interpreter has no compiled kernels, and without a device (``offline``) nothing is launched.
-        self._remembers = device.type == "cuda"
-        self._known: dict[tuple[Any, ...], _Found] = {}
-
-    def __call__(self, kernel: Any, programs: int, *arguments: Any, **constants: Any) -> None:
-        if not self._remembers:
-            kernel[(programs,)](*arguments, **constants)
-            return
-        key = (id(kernel), *constants, *constants.values())
-        found = self._known.get(key)
-        if found is None:
-            everything = (key, self._device.index, *map(mark, arguments)) if _marks_are_known() else None
-            found = _everywhere.get(everything)
-            if found is None:
-                compiled = kernel[(programs,)](*arguments, **constants)
-                if compiled is None:
-                    return
-                # A compiled kernel takes the constants, too, by position.
-                rest = tuple(constants[name] for name in kernel.arg_names[len(arguments) :])
-                found = self._known[key] = kernel, compiled, rest
-                if everything is not None:
-                    _everywhere[everything] = found
-                return
-            self._known[key] = found
-        _, compiled, rest = found
-        compiled[(programs, 1, 1)](*arguments, *rest)
-
-
 _Found = tuple[Any, Any, tuple[Any, ...]]
 """A kernel (held, because its id is a key), what it was compiled to, and the constants to launch that with."""
 
 _everywhere: dict[Any, _Found] = {}
 """What any call has found, by what Triton specialises a kernel on."""
+
+
+def launch(device: torch.device, kernel: Any, programs: int, *arguments: Any, **constants: Any) -> _Found | None:
+    """Launch a kernel; one like it, if any call has launched that, without a search. Returns what was launched.
+
+    To find a compiled kernel, Triton looks at every argument of every launch: 50 to 150 us of host time, more than many
+    of these launches take on the device. Without a GPU there is none: the interpreter has no compiled kernels, and for
+    tensors of "meta" (``offline``) nothing is launched.
+    """
+    if device.type != "cuda":
+        kernel[(programs,)](*arguments, **constants)
+        return None
+    marks = (_key(kernel, constants), device.index, *map(mark, arguments)) if _marks_are_known() else None
+    found = _everywhere.get(marks)
+    if found is not None:
+        _again(found, programs, arguments)
+        return found
+    compiled = kernel[(programs,)](*arguments, **constants)
+    if compiled is None:
+        return None
+    # A compiled kernel takes the constants, too, by position.
+    found = kernel, compiled, tuple(constants[name] for name in kernel.arg_names[len(arguments) :])
+    if marks is not None:
+        _everywhere[marks] = found
+    return found
+
+
+def _key(kernel: Any, constants: dict[str, Any]) -> tuple[Any, ...]:
+    return id(kernel), *constants, *constants.values()
+
+
+def _again(found: _Found, programs: int, arguments: tuple[Any, ...]) -> None:
+    _, compiled, rest = found
+    compiled[(programs, 1, 1)](*arguments, *rest)
+
+
+class Launcher:
+    """Launches the kernels of one call, round after round.
+
+    Between the rounds of a call only integers change that no kernel is specialised on, so what was found in the first
+    round is launched in the others, in a third of the time. The arguments of a kernel must be the same tensors each
+    time, or such of the same shape, strides and alignment.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._known: dict[tuple[Any, ...], _Found] = {}
+
+    def __call__(self, kernel: Any, programs: int, *arguments: Any, **constants: Any) -> None:
+        key = _key(kernel, constants)
+        found = self._known.get(key)
+        if found is not None:
+            _again(found, programs, arguments)
+            return
+        found = launch(self._device, kernel, programs, *arguments, **constants)
+        if found is not None:
+            self._known[key] = found
 
 
 def mark(x: Any) -> Any:

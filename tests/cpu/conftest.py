@@ -55,10 +55,19 @@ def warnings_seen() -> list[str]:
 
 def run_python(code: str, *, unset: tuple[str, ...] = ("TRITON_INTERPRET",), **environment: str) -> str:
     """Run code in a fresh interpreter and return what it printed; its failure is the test's."""
+    return run_program("-c", code, unset=unset, **environment)
+
+
+def run_program(
+    *arguments: str, unset: tuple[str, ...] = ("TRITON_INTERPRET",), timeout: float = 300, **environment: str
+) -> str:
+    """The same for any arguments of Python: a script of the project, say, for which Triton has to compile."""
     env = {k: v for k, v in os.environ.items() if k not in unset and not k.startswith("FFPA_JIT_")}
     env.update(environment, PYTHONPATH=str(ROOT))
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, cwd=ROOT, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, env=env, cwd=ROOT, timeout=timeout
+    )
+    assert done.returncode == 0, done.stdout[-2500:] + done.stderr[-3000:]
     return done.stdout
 
 

@@ -6,15 +6,11 @@ bench/compile_kernels.py.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 
 from bench.compile_kernels import SHARED_KIB
 from ffpa_jit.triton import configs
-from tests.cpu.conftest import ROOT
+from tests.cpu.conftest import run_program
 
 pytest.importorskip("triton")
 
@@ -59,13 +55,7 @@ def test_no_shipped_tiling_is_dead(arch):
 
 
 def compile_kernels(arch: str, *options: str) -> str:
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "bench/compile_kernels.py", arch, *options],
-        capture_output=True, text=True, cwd=ROOT, env={**environment, "PYTHONPATH": str(ROOT)}, timeout=500,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-2500:] + done.stderr[-1500:]
-    return done.stdout
+    return run_program("bench/compile_kernels.py", arch, *options, timeout=500)
 
 
 @pytest.mark.parametrize(("arch", "head_dim", "dtype", "causal"), MATRIX)

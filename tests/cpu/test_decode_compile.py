@@ -5,28 +5,18 @@ Compiling needs a Triton that is not interpreting, so each architecture is a sub
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 
 from bench.compile_kernels import SHARED_KIB
 from ffpa_jit.triton import configs
-from tests.cpu.conftest import ROOT
+from tests.cpu.conftest import run_program
 
 pytest.importorskip("triton")
 
 
 def compile_shipped(arch: str, head_dims: str, options: str) -> str:
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, "bench/sweep_decode.py", "--compile-only", arch]
-    done = subprocess.run(
-        [*command, "--head-dims", head_dims, "--options", options],
-        capture_output=True, text=True, cwd=ROOT, env={**environment, "PYTHONPATH": str(ROOT)}, timeout=900,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-2500:] + done.stderr[-1500:]
-    return done.stdout
+    given = "--compile-only", arch, "--head-dims", head_dims, "--options", options
+    return run_program("bench/sweep_decode.py", *given, timeout=900)
 
 
 @pytest.mark.parametrize("plain", [True, False])

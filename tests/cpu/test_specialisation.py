@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 
-from tests.cpu.conftest import ROOT
+from tests.cpu.conftest import run_program
 
 pytest.importorskip("triton")
 
@@ -24,10 +20,4 @@ EXPECTED = {
 
 @pytest.mark.parametrize("calls", EXPECTED)
 def test_one_kernel_serves_all(calls):
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.cpu.specialised", calls],
-        capture_output=True, text=True, cwd=ROOT, env={**environment, "PYTHONPATH": str(ROOT)}, timeout=500,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-1500:]
-    assert done.stdout.split() == EXPECTED[calls]
+    assert run_program("-m", "tests.cpu.specialised", calls, timeout=500).split() == EXPECTED[calls]

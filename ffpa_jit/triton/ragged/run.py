@@ -9,7 +9,7 @@ import torch
 from ffpa_jit.triton import rows
 from ffpa_jit.triton.configs import score_tiling, uses_tma, value_tiling
 from ffpa_jit.triton.dense import EXPONENT_WINDOW, _grad_scale
-from ffpa_jit.triton.launch import Launcher, bind, bind_tiles, operand, processors
+from ffpa_jit.triton.launch import Launcher, bind, bind_tiles, launch, operand, processors
 from ffpa_jit.triton.ragged import kernels, tables, value
 from ffpa_jit.triton.ragged.plan import (
     Batch,
@@ -90,8 +90,9 @@ def _view(x: torch.Tensor) -> torch.Tensor:
 def fill(b: Batch, r: Rounds, cu_q: torch.Tensor, cu_k: torch.Tensor, *, interpreted: bool) -> Tables:
     """The tables of a call, but for what ``expand`` adds for each chunk."""
     t = allocate(b, r, cu_q.device)
-    Launcher(cu_q.device)(
-        tables.scan, 1, cu_q, cu_k, t.head, t.row_marks, t.key_marks, t.segment, t.row, t.key, t.chunk, t.segments,
+    launch(
+        cu_q.device, tables.scan, 1,
+        cu_q, cu_k, t.head, t.row_marks, t.key_marks, t.segment, t.row, t.key, t.chunk, t.segments,
         b.docs, b.len_q, b.len_k, b.max_q, b.max_k, b.short, b.window, b.left, b.right, UNLIMITED, r.group_rows,
         r.cut_above, int(r.fenced), r.chunks, r.stride, b.row_tiles.bit_length() if r.chunks > 1 else 0,
         TILE=TILE, BLOCK=128 if interpreted else 1024, num_warps=8,
@@ -99,9 +100,9 @@ def fill(b: Batch, r: Rounds, cu_q: torch.Tensor, cu_k: torch.Tensor, *, interpr
     return t
 
 
-def expand(launch: Launcher, t: Tables, b: Batch, r: Rounds, cu_q: torch.Tensor, cu_k: torch.Tensor, c: int) -> None:
+def expand(launcher: Launcher, t: Tables, b: Batch, r: Rounds, cu_q: torch.Tensor, cu_k: torch.Tensor, c: int) -> None:
     """Ranges of the rows, and the tasks, of chunk ``c``."""
-    launch(
+    launcher(
         tables.expand, r.rows, cu_q, cu_k, t.segment, t.row, t.chunk, t.low, t.high, t.task, c, t.segments, b.left,
         b.right, b.docs.bit_length(), t.task.shape[0] // 2, TILE=TILE, num_warps=4,
     )  # fmt: skip
@@ -145,8 +146,8 @@ class _Call:
         """Look at the rows of [1, H, T, D] beside the segments; for TMA only, whose loads know no segments."""
         if self.tma:
             t, length = self.tables, x.shape[2]
-            Launcher(self.device)(
-                kernels.inspect, self.batch.segments * x.shape[1],
+            launch(
+                self.device, kernels.inspect, self.batch.segments * x.shape[1],
                 bind(x, 0, 1, False), t.head, t.segment, t.segments, length, x.shape[1], D=self.head_dim, EDGE=edge,
                 BLOCK_D=128, SIDE=side, num_warps=4,
             )  # fmt: skip
