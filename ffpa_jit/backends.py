@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 import torch
 
 __all__ = [
+    "FORWARD_ONLY",
     "NAMES",
     "Backend",
     "CUDABackend",
@@ -31,6 +32,9 @@ __all__ = [
 ]
 
 NAMES = ("triton", "cuda", "cutedsl", "sdpa")
+
+FORWARD_ONLY = {"cuda": "CUDA", "cutedsl": "CuTe-DSL"}
+"""The backends without a backward, as messages call them."""
 
 _STORAGE_DTYPES: dict[Any, torch.dtype | None] = {
     None: None,
@@ -109,7 +113,7 @@ class Backend:
 
     def _both_unset(self) -> tuple[bool, bool]:
         """The sides an object stands for when it names none: those its backend has."""
-        return (True, False) if self.name == "cuda" else (True, True)
+        return (True, False) if self.name in FORWARD_ONLY else (True, True)
 
     def unfit(self, dtype: torch.dtype) -> str | None:
         """Why these options cannot go with inputs of `dtype`, on any device; None: they can."""
@@ -237,10 +241,14 @@ class CUDABackend(Backend):
 
 @dataclass(frozen=True)
 class CuTeDSLBackend(Backend):
-    """Kernels in NVIDIA's CuTe DSL, forward and backward. Declared in this release: a call that names it raises.
+    """Kernels in NVIDIA's CuTe DSL, forward only, for sm_90 (H100, H200) and head dims up to 576: the fastest there,
+    without workspace. They need the extra `ffpa-jit[cute]` and are compiled on first use, once a machine.
 
-    `grad_kv_storage_dtype`: None, `torch.float16`, `torch.float32`, `"fp16"` or `"fp32"`; accepted. dK and dV are
-        accumulated in fp32 and rounded once, so there is no intermediate buffer to widen.
+    As `backend=CuTeDSLBackend()` (or `backend="cutedsl"`) it takes the forward; who computes the gradients is chosen as
+    ever: Triton where it runs the call, else SDPA, run again on the saved inputs.
+
+    `grad_kv_storage_dtype`: None, `torch.float16`, `torch.float32`, `"fp16"` or `"fp32"`; accepted. Whoever computes dK
+        and dV accumulates them in fp32 and rounds them once, so there is no intermediate buffer to widen.
     """
 
     name: str = "cutedsl"
@@ -249,6 +257,8 @@ class CuTeDSLBackend(Backend):
     _own_name = "cutedsl"
 
     def _check(self) -> None:
+        if self.backward:
+            raise ValueError("CuTeDSLBackend has a forward only; drop backward=True and set backward_backend='triton'")
         self._set("grad_kv_storage_dtype", _storage_dtype(self, "grad_kv_storage_dtype", self.grad_kv_storage_dtype))
 
 
@@ -340,8 +350,9 @@ def side(argument: str, direction: str, value: object) -> Backend | None:
     if chosen is None or getattr(chosen, direction):
         return chosen
     other = "backward" if direction == "forward" else "forward"
-    if chosen.name == "cuda":
-        raise ValueError(f"{argument}={value!r}: the CUDA backend has a forward only; choose 'triton' or 'sdpa'")
+    if chosen.name in FORWARD_ONLY:
+        title = FORWARD_ONLY[chosen.name]
+        raise ValueError(f"{argument}={value!r}: the {title} backend has a forward only; choose 'triton' or 'sdpa'")
     raise ValueError(
         f"{argument}={value!r} is set up for the {other} only; build it with {direction}=True, or pass it as "
         f"{other}_backend"
@@ -355,8 +366,8 @@ def resolve(
 ) -> tuple[Backend | None, Backend | None]:
     """The backends that the caller named for (forward, backward); None where the dispatcher may choose.
 
-    `backend` fills the sides it stands for; an explicit side wins over it. `backend="cuda"` leaves the backward, which
-    it does not have, to the dispatcher.
+    `backend` fills the sides it stands for; an explicit side wins over it. `backend="cuda"` and `"cutedsl"` leave the
+    backward, which they do not have, to the dispatcher.
 
     Errors: ValueError for an unknown name or an object given for a side it does not have, TypeError for anything that
     is neither a string nor a Backend.

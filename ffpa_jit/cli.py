@@ -35,9 +35,9 @@ main.add_command(cache)
               help="CUDA: f32, f16 (with fp16 only): a list, separated by commas.")  # fmt: skip
 @click.option("--stages", callback=listed(int, "numbers"),
               help="CUDA: 1 to 4; default: 2, and 3 on sm_86, 89, 120, 121.")  # fmt: skip
-@click.option("--arch", callback=listed(str, "architectures"), help="As in sm_89,sm_90; default: the GPUs here.")
-@click.option("--backend", default="cuda,triton", show_default=True, callback=listed(str, "backends"),
-              help="cuda,triton: which kernels.")  # fmt: skip
+@click.option("--arch", callback=listed(str, "architectures"), help="As in sm_89,sm_90a; default: the GPUs here.")
+@click.option("--backend", default="cuda,triton,cutedsl", show_default=True, callback=listed(str, "backends"),
+              help="cuda,triton,cute: which kernels.")  # fmt: skip
 @click.option("--jobs", type=click.IntRange(min=1), help="How many at a time; default: as cores and memory allow.")
 @click.option("--dry-run", is_flag=True, help="Compile nothing; tell what is there.")
 @as_json
@@ -107,14 +107,14 @@ def explain(
     causal: bool, mask: bool, dropout: float, grad: bool, arch: str | None, backend: str | None, json_: bool,
 ) -> None:  # fmt: skip
     """Tell which backend would run a call, and why not the others. Exit code 1 if the call would raise."""
-    from ffpa_jit.warm import local_archs
+    from ffpa_jit.warm import local_archs, plain_arch
 
     if arch is None:
         try:
             arch = local_archs()[0]
         except ValueError:
             click.echo("there is no GPU here, so this is of a call on the CPU; --arch sm_90 is one on a GPU", err=True)
-    elif re.fullmatch(r"sm_\d+|gfx\w+", arch) is None:
+    elif re.fullmatch(r"sm_\d+|gfx\w+", arch := plain_arch(arch)) is None:
         raise click.BadParameter(f"{arch!r} is no architecture such as sm_90 or gfx942", param_hint="--arch")
     found = report.explain_on(
         arch, head_dim=headdim, heads=heads, kv_heads=kv_heads or heads, batch=batch, len_q=len_q,

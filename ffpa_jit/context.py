@@ -1,4 +1,4 @@
-"""The CUDA context of a thread."""
+"""The CUDA context of a thread, and what must not happen while a stream is captured."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import threading
 
 import torch
 
-__all__ = ["ensure"]
+__all__ = ["ensure", "refuse_capture"]
 
 _made = threading.local()
 
@@ -21,3 +21,12 @@ def ensure(device: torch.device) -> None:
     if device.type == "cuda" and torch.version.hip is None and not hasattr(_made, f"device_{device.index}"):
         torch.cuda.is_current_stream_capturing()  # the cheapest call of the runtime, and allowed in a capture
         setattr(_made, f"device_{device.index}", True)
+
+
+def refuse_capture(doing: str) -> None:
+    """RuntimeError if the current stream is being captured into a CUDA graph, which `doing` would break."""
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"{doing} cannot happen while a CUDA graph is captured: run the call once before the capture, or "
+            "ffpa_jit.warm(...) in this process (`ffpa-jit warm` compiles it for later processes)"
+        )

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from ffpa_jit import registry, sdpa, settings
@@ -39,7 +39,11 @@ __all__ = [
 _logger = logging.getLogger("ffpa_jit")
 
 # The backends that are tried when the caller names none; the fastest first, for calls of some size.
-PREFERENCE = ("triton", "cuda")
+PREFERENCE = ("cutedsl", "triton", "cuda")
+
+# What an extra brings. Not to have it is how most machines are, and no reason for a call to fall back.
+_EXTRAS = ("cutedsl",)
+_ABSENT = ("not-installed", "too-old", "too-new")
 
 _HALF_NAMES = ("torch.float16", "torch.bfloat16")
 
@@ -83,8 +87,8 @@ def refusals(problem: Problem, options: Backend, direction: str) -> tuple[Refusa
     if absent is not None:
         return (*found, absent)
     own = registry.get(options.name).refusals(problem, options, direction=direction)
-    if not found or (own and own[0].code == "not-built"):
-        return tuple(own)  # what no kernel serves is no advice for a backend without kernels
+    if not found:
+        return tuple(own)
     codes = [refusal.code for refusal in own]
     return (*[refusal for refusal in found if refusal.code not in codes], *own)
 
@@ -301,11 +305,23 @@ def _fastest(willing: list[Backend], problem: Problem) -> Backend | None:
     return best
 
 
+def _estimate(name: str, problem: Problem) -> float:
+    """About how many microseconds a call takes whose forward `name` runs, gradients included, whoever computes them."""
+    own = registry.get(name).estimate(problem)
+    if not _needs_grad(problem) or not refusals(problem, DEFAULTS[name], "backward"):
+        return own
+    for other in _backward_candidates(None):  # its share: what it takes more with gradients than without
+        if not refusals(problem, other, "backward"):
+            estimate = registry.get(other.name).estimate
+            return own + estimate(problem) - estimate(replace(problem, needs_grad=False, mask_needs_grad=False))
+    return own
+
+
 def _slower_than_sdpa(name: str, problem: Problem) -> Refusal | None:
     """Why a backend that could run `problem` is not worth it: its launches alone take longer than all of SDPA."""
     if problem.arch == "interpreter":
         return None
-    ours, theirs = registry.get(name).estimate(problem), sdpa.estimate(problem)
+    ours, theirs = _estimate(name, problem), sdpa.estimate(problem)
     if ours <= theirs:
         return None
     about = f" (about {shown(theirs, '.0f')} us against {shown(ours, '.0f')} us)"
@@ -365,10 +381,11 @@ _warned: set[tuple[str, str]] = set()
 
 def report_fallback(direction: str, reasons: dict[str, tuple[Refusal, ...]]) -> None:
     """Say once a code that `direction` ("forward" or "backward") goes to SDPA, and why; raise if strict."""
-    _report(
-        direction,
-        tuple([(name, refusal.code, refusal.reason) for name, found in reasons.items() for refusal in found]),
-    )
+    told = []
+    for name, found in reasons.items():
+        if name not in _EXTRAS or not [refusal for refusal in found if refusal.code in _ABSENT]:
+            told.extend([(name, refusal.code, refusal.reason) for refusal in found])
+    _report(direction, tuple(told))
 
 
 def report_unavailable(name: str, reason: str) -> None:

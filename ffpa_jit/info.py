@@ -80,14 +80,28 @@ def _devices() -> list[dict[str, Any]]:
 
 
 def _toolchain() -> dict[str, Any]:
-    """`used`: the compiler that a first call would take, in words; `probes`: what was looked for."""
+    """`used`: the compiler that a first call of the CUDA backend would take, in words; `probes`: what was looked for,
+    last the CuTe-DSL backend's."""
     from ffpa_jit import toolchain
 
     probes = [
         {"name": each.name, "found": each.found, "detail": each.detail, "remedy": each.remedy}
         for each in toolchain.probes()
     ]
-    return {"used": _compiler(), "probes": probes}
+    return {"used": _compiler(), "probes": [*probes, _dsl()]}
+
+
+def _dsl() -> dict[str, Any]:
+    """The CuTe DSL, as a probe."""
+    from ffpa_jit import registry
+    from ffpa_jit.cute import toolkit
+
+    absent = registry.missing("cutedsl")
+    found = toolkit.find() if absent is None else absent.reason
+    if isinstance(found, toolkit.Toolkit):
+        return {"name": "CuTe-DSL", "found": True, "detail": f"{found.ident} in {found.runtime.parent}", "remedy": ""}
+    reason, _, remedy = found.partition(": ")
+    return {"name": "CuTe-DSL", "found": False, "detail": reason, "remedy": remedy}
 
 
 def _compiler() -> str:

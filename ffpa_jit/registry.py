@@ -12,7 +12,7 @@ import importlib.metadata
 import importlib.util
 import re
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 
@@ -146,41 +146,43 @@ class Implementation(Protocol):
         ...
 
 
-class _NotBuilt:
-    """A backend that is declared but has no kernels in this release: it refuses everything."""
+class _Package(NamedTuple):
+    """A package that a backend needs. `module`: how it is imported; `distributions`: as what it may be installed;
+    `remedy`: how to get it. `at_least`, `below`: the versions that fit, and `why`, to be told with them."""
 
-    def __init__(self, name: str, title: str) -> None:
-        self.name = name
-        self._reason = f"the {title} backend has no kernels in this release; use 'triton' or 'cuda'"
-
-    def refusals(self, problem: Problem, options: Any, *, direction: str) -> list[Refusal]:
-        return [Refusal("not-built", self._reason)]
-
-    def forward(self, *tensors: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        raise NotImplementedError(self._reason)
-
-    def backward(self, *tensors: torch.Tensor | None, **options: Any) -> tuple[torch.Tensor | None, ...]:
-        raise NotImplementedError(self._reason)
-
-    varlen_forward, varlen_backward = forward, backward
-
-    def warm(self, problem: Problem, options: Any = None) -> None:
-        raise NotImplementedError(self._reason)
-
-    def estimate(self, problem: Problem) -> float:
-        return float("inf")
+    module: str
+    distributions: tuple[str, ...]
+    remedy: str
+    at_least: tuple[int, ...] = ()
+    below: tuple[int, ...] = ()
+    why: str = ""
 
 
-# name -> (module that holds the object as BACKEND, distributions' top-level modules it needs and how to get them)
-_MODULES: dict[str, tuple[str, tuple[tuple[str, str], ...]]] = {
-    "triton": ("ffpa_jit.triton.backend", (("triton", "pip install triton"),)),
+_TRITON = _Package(
+    module="triton",
+    distributions=("triton", "pytorch-triton", "pytorch-triton-rocm"),  # as torch's own builds are called
+    remedy="pip install triton",
+    at_least=(3, 5),  # before, it has no tensor descriptors (3.3), or none that all kernels compile with (3.4)
+    why=" (it comes with torch 2.9)",
+)
+
+_CUTE = _Package(
+    module="cutlass",
+    distributions=("nvidia-cutlass-dsl",),
+    remedy="pip install 'ffpa-jit[cute]'",
+    at_least=(4, 6, 2),
+    below=(5,),
+)
+
+# name -> (module that holds the object as BACKEND, what it needs)
+_MODULES: dict[str, tuple[str, tuple[_Package, ...]]] = {
+    "triton": ("ffpa_jit.triton.backend", (_TRITON,)),
     "cuda": ("ffpa_jit.cuda.backend", ()),
+    "cutedsl": ("ffpa_jit.cute.backend", (_CUTE,)),
 }
 
-# Before, Triton has no tensor descriptors (3.3), or none that all kernels compile with (3.4).
-_AT_LEAST = {"triton": (3, 5)}
-
-_loaded: dict[str, Implementation] = {"cutedsl": cast(Implementation, _NotBuilt("cutedsl", "CuTe-DSL"))}
+_loaded: dict[str, Implementation] = {}
+_absent: dict[str, Refusal] = {}
 _listeners: list[Callable[[], None]] = []
 
 
@@ -191,16 +193,21 @@ def _present(package: str) -> bool:
         return False  # blocked, or half-imported: not usable either way
 
 
-def _too_old(package: str) -> str | None:
-    """What is wrong with the version of an installed package; None if nothing is, or it has none."""
-    needed = _AT_LEAST.get(package)
-    for distribution in (package, f"pytorch-{package}", f"pytorch-{package}-rocm"):  # as torch's own builds are called
+def _unfit(package: _Package) -> Refusal | None:
+    """What is wrong with a package, if anything: it is not there, or its version does not fit."""
+    if not _present(package.module):
+        return Refusal("not-installed", f"{package.distributions[0]} is not installed: {package.remedy}")
+    for distribution in package.distributions:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             version = importlib.metadata.version(distribution)
-            numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
-            if needed is not None and numbers < needed:
-                wanted = ".".join(map(str, needed))
-                return f"{distribution} {version} is too old, the kernels need {wanted} (it comes with torch 2.9)"
+            numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:3])
+            wanted = ".".join(map(str, package.at_least))
+            if numbers < package.at_least:
+                reason = f"{distribution} {version} is too old, the kernels need {wanted}{package.why}"
+                return Refusal("too-old", f"{reason}: {package.remedy}")
+            if package.below and numbers >= package.below:
+                reason = f"{distribution} {version} is too new, the kernels need one from {wanted} on and below "
+                return Refusal("too-new", f"{reason}{'.'.join(map(str, package.below))}: {package.remedy}")
             return None
     return None
 
@@ -208,21 +215,24 @@ def _too_old(package: str) -> str | None:
 def missing(name: str) -> Refusal | None:
     """The refusal of a backend whose package is not installed; None when all is there, and the backend's module loaded.
 
-    A package is looked for, not imported, and a backend's module imports it only when it launches. The other backends
-    are loaded too: a compiler that traces sees the table as it was when it first looked.
+    A package is looked for, not imported, and a backend's module imports it only when it launches. What is not there is
+    looked for once, until `changed` is called. The other backends are loaded too: a compiler that traces sees the table
+    as it was when it first looked.
     """
-    absent = {each: _load(each) for each in _MODULES if each not in _loaded}
-    return absent.get(name)
+    for each in _MODULES:
+        if each not in _loaded and each not in _absent:
+            absent = _load(each)
+            if absent is not None:
+                _absent[each] = absent
+    return None if name in _loaded else _absent.get(name)
 
 
 def _load(name: str) -> Refusal | None:
     module, packages = _MODULES[name]
-    for package, remedy in packages:
-        if not _present(package):
-            return Refusal("not-installed", f"{package} is not installed: {remedy}")
-        old = _too_old(package)
-        if old is not None:
-            return Refusal("too-old", f"{old}: {remedy}")
+    for package in packages:
+        unfit = _unfit(package)
+        if unfit is not None:
+            return unfit
     if name == "triton" and settings.interpreter() and not _present("numpy"):
         return Refusal("not-installed", "numpy is not installed, and Triton's interpreter needs it: pip install numpy")
     _loaded[name] = cast(Implementation, importlib.import_module(module).BACKEND)
@@ -247,6 +257,7 @@ def on_change(listener: Callable[[], None]) -> None:
 
 def changed() -> None:
     """Say that a backend may refuse other calls than before: it was replaced, or found what it had missed."""
+    _absent.clear()
     for listener in _listeners:
         listener()
 

@@ -14,6 +14,7 @@ import contextlib
 import json
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -30,13 +31,14 @@ from ffpa_jit.cache import Entry, default_cache
 
 if TYPE_CHECKING:
     from ffpa_jit.cuda.instantiate import KernelSpec
+    from ffpa_jit.cute.spec import KernelSpec as CuteSpec
     from ffpa_jit.triton.bundle import TritonSpec
 
-__all__ = ["BACKENDS", "Result", "default_jobs", "local_archs", "warm"]
+__all__ = ["BACKENDS", "Result", "default_jobs", "local_archs", "plain_arch", "warm"]
 
 _logger = logging.getLogger("ffpa_jit")
 
-BACKENDS = ("cuda", "triton")
+BACKENDS = ("cuda", "triton", "cutedsl")
 
 Mode = Literal["look", "hits", "all"]  # tell what is there; answer only for what is there; compile what is not
 
@@ -50,9 +52,9 @@ Progress = Callable[["Result", int, int], None]
 class Result:
     """What became of one instantiation.
 
-    `how`: "built" now, "hit" (it was there), "skipped" (the backend has none for this architecture), "failed", and of a
-    dry run "planned". `seconds`: that it took. `path`: its directory in the cache. `message`: why it failed or was
-    skipped, or what to know of one that is there.
+    `how`: "built" now, "hit" (it was there), "skipped" (the backend has none for this architecture or head dim, or is
+    not installed), "failed", and of a dry run "planned". `seconds`: that it took. `path`: its directory in the cache.
+    `message`: why it failed or was skipped, or what to know of one that is there.
     """
 
     backend: str
@@ -91,19 +93,20 @@ def warm(
     """Compile the kernels of every combination of the arguments, each one value or several; one result a kernel.
 
     `head_dim`: multiples of 8 from 264 to 1024. `dtype`: "bf16", "fp16". `acc`, `stages`: of the CUDA backend, as in
-    `CUDABackend`. `arch`: "sm_90", ...; None: that of this machine's GPUs. `jobs`: how many at a time (default:
-    FFPA_JIT_JOBS, else as cores and memory allow). `dry_run`: compile nothing, but tell what is there.
+    `CUDABackend`. `arch`: "sm_90" ("sm_90a" is the same), ...; None: that of this machine's GPUs. `backend`: "cuda",
+    "triton", "cutedsl" ("cute" is the same); of several, one that has no kernel here is skipped. `jobs`: how many at a
+    time (default: FFPA_JIT_JOBS, else as cores and memory allow). `dry_run`: compile nothing, but tell what is there.
     `progress(result, done, total)` is called as results come in. CUDA has a kernel for the forward; Triton's are those
-    of the forward and of the backward.
+    of the forward and of the backward; CuTe-DSL's the forward with `is_causal` and without.
     `load`: whether to load them as well, in this process, on each GPU of their architecture, as graph capture needs it
-    (Triton's by running them once); None: if `arch` is None.
+    (Triton's and CuTe-DSL's by running them once); None: if `arch` is None.
 
     ValueError for what no kernel exists for, and where there is no GPU and no `arch`. What fails to compile is no
     exception: look at `Result.how`.
     """
-    archs = _several(arch) if arch is not None else local_archs()
-    units, skipped = _units(_several(head_dim), _several(dtype), _several(acc), _several(stages), archs,
-                            _several(backend))  # fmt: skip
+    archs = _plain(_several(arch)) if arch is not None else local_archs()
+    names = list(dict.fromkeys(_SYNONYMS.get(name, name) for name in _several(backend)))
+    units, skipped = _units(_several(head_dim), _several(dtype), _several(acc), _several(stages), archs, names)
     if jobs is not None and jobs < 1:
         raise ValueError(f"jobs={jobs}: it must be at least 1")
     results: dict[_Unit, Result] = {}
@@ -128,7 +131,7 @@ def warm(
         for unit in units:
             note(unit, Result(unit.backend, unit.name, "failed", message=lost))
     else:
-        there = [unit for unit in units if default_cache().holds(unit.backend, unit.name)]
+        there = [unit for unit in units if default_cache().holds(_GROUPS.get(unit.backend, unit.backend), unit.name)]
         if len(there) > 1:  # one process for all that is done already, rather than one for each
             for unit, result in zip(there, answers(_in_process(there, "hits")), strict=True):
                 if result.how == "hit":
@@ -162,11 +165,23 @@ def _nothing_kept(root: Path | None, reason: str) -> str:
     return f"nothing can be kept: {why}; set FFPA_JIT_CACHE_DIR to a directory of your own"
 
 
-_NAMES = {"cuda": "CUDA", "triton": "Triton"}
+_NAMES = {"cuda": "CUDA", "triton": "Triton", "cutedsl": "CuTe-DSL"}
+_SYNONYMS = {"cute": "cutedsl"}
+_GROUPS = {"cutedsl": "cute"}  # of the cache, where they are not called as the backend
 
 
 def _several(value: Any) -> list[Any]:
     return [value] if value is None or isinstance(value, str | int) else list(dict.fromkeys(value))
+
+
+def _plain(archs: list[str]) -> list[str]:
+    """Architectures as devices name them: "sm_90a", what compilers call a GPU with all that it has, is "sm_90"."""
+    return list(dict.fromkeys(plain_arch(arch) for arch in archs))
+
+
+def plain_arch(arch: str) -> str:
+    """One architecture, as a device names it."""
+    return arch[:-1] if re.fullmatch(r"sm_\d+[af]", arch) else arch
 
 
 def local_archs() -> list[str]:
@@ -185,15 +200,7 @@ def _units(
     head_dims: list[int], dtypes: list[str], accs: list[str], stages: list[int | None], archs: list[str],
     backends: list[str],
 ) -> tuple[list[_Unit], list[Result]]:  # fmt: skip
-    """What to compile, and what is skipped because a backend that is not the only one does not know an architecture."""
-    from ffpa_jit.cuda import instantiate
-    from ffpa_jit.triton import bundle
-    from ffpa_jit.triton.configs import FAMILIES
-
-    served = {
-        "cuda": tuple(instantiate.ARCHS),
-        "triton": tuple(each for name, members in FAMILIES.items() if name != "interpreter" for each in members),
-    }
+    """What to compile, and what is skipped because a backend that is not the only one has no kernel for it."""
     for name in backends:
         if name not in BACKENDS:
             raise ValueError(f"backend={name!r} has nothing to compile ahead; choose of {', '.join(BACKENDS)}")
@@ -204,30 +211,75 @@ def _units(
             raise ValueError(f"head_dim={head_dim}: head dims are multiples of 8 from 264 to 1024")
     units: dict[tuple[str, str], _Unit] = {}
     skipped: dict[tuple[str, str], Result] = {}
-
-    def add(backend: str, spec: Any, *arguments: Any) -> None:
-        units.setdefault((backend, spec.slug), _Unit(backend, spec.slug, arguments))
-
+    served = _served()
     for arch in archs:
-        known = [name for name in backends if arch in served[name]]
-        if not known:
+        lacking = {name: _lacking(name, arch, served) for name in backends}
+        if all(lacking.values()):
             lists = "; ".join(f"{_NAMES[name]}: {', '.join(served[name])}" for name in backends)
-            raise ValueError(f"arch={arch!r}: there are no kernels for it. {lists}")
+            absent = "; ".join(reason for name, reason in lacking.items() if reason and arch in served[name])
+            raise ValueError(absent or f"arch={arch!r}: there are no kernels for it. {lists}")
         for name in backends:
-            if name not in known:
-                skipped[name, arch] = Result(name, arch, "skipped", message=f"{name} has no kernels for {arch}")
-        for head_dim in head_dims:
-            for dtype in dtypes:
-                if "cuda" in known:
-                    for acc in accs:
-                        for depth in stages:
-                            arguments = arch, head_dim, dtype, acc, depth
-                            add("cuda", instantiate.spec_for(*arguments), *arguments)
-                if "triton" in known:
-                    for direction in bundle.DIRECTIONS:
-                        add("triton", bundle.spec_for(arch, head_dim, dtype, direction),
-                            arch, head_dim, dtype, direction)  # fmt: skip
+            if reason := lacking[name]:
+                skipped[name, arch] = Result(name, arch, "skipped", message=reason)
+                continue
+            for head_dim in head_dims:
+                if name == "cutedsl" and len(backends) > 1 and head_dim > _cute_limit():
+                    slug, limit = f"{arch}-d{head_dim}", _cute_limit()
+                    message = f"cutedsl has no kernels for head dims above {limit}"
+                    skipped[name, slug] = Result(name, slug, "skipped", message=message)
+                    continue
+                for spec, arguments in _specs(name, arch, head_dim, dtypes, accs, stages):
+                    units.setdefault((name, spec.slug), _Unit(name, spec.slug, arguments))
     return list(units.values()), list(skipped.values())
+
+
+def _served() -> dict[str, tuple[str, ...]]:
+    """Backend -> the architectures that it has kernels for."""
+    from ffpa_jit.cuda import instantiate
+    from ffpa_jit.cute import spec
+    from ffpa_jit.triton.configs import FAMILIES
+
+    families = [members for name, members in FAMILIES.items() if name != "interpreter"]
+    return {
+        "cuda": tuple(instantiate.ARCHS),
+        "triton": tuple(each for members in families for each in members),
+        "cutedsl": tuple(spec.ARCHS),
+    }
+
+
+def _lacking(name: str, arch: str, served: dict[str, tuple[str, ...]]) -> str:
+    """Why a backend compiles nothing for an architecture; "" if it does."""
+    if arch not in served[name]:
+        return f"{name} has no kernels for {arch}"
+    # Of the others, what is not there is a failure of its own: a machine that has one is not to be told of an extra.
+    absent = registry.missing(name) if name == "cutedsl" else None
+    return absent.reason if absent is not None else ""
+
+
+def _cute_limit() -> int:
+    from ffpa_jit.cute.spec import HEAD_DIMS
+
+    return HEAD_DIMS[-1]
+
+
+def _specs(
+    name: str, arch: str, head_dim: int, dtypes: list[str], accs: list[str], stages: list[int | None]
+) -> Iterator[tuple[Any, tuple[Any, ...]]]:
+    """The instantiations of one backend, each with the arguments of its `spec_for`."""
+    from ffpa_jit.cuda import instantiate
+    from ffpa_jit.cute import spec
+    from ffpa_jit.triton import bundle
+
+    ways: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
+        "cuda": (instantiate.spec_for, [(acc, depth) for acc in accs for depth in stages]),
+        "triton": (bundle.spec_for, [(direction,) for direction in bundle.DIRECTIONS]),
+        "cutedsl": (spec.spec_for, [(is_causal,) for is_causal in (False, True)]),
+    }
+    spec_for, last = ways[name]
+    for dtype in dtypes:
+        for each in last:
+            arguments = (arch, head_dim, dtype, *each)
+            yield spec_for(*arguments), arguments
 
 
 # The processes that compile.
@@ -308,10 +360,8 @@ class _Collected(logging.Handler):
 def _work(unit: _Unit, mode: Mode) -> Result:
     start = time.perf_counter()
     try:
-        if unit.backend == "cuda":
-            path, how, seconds, message = _work_cuda(unit, mode)
-        else:
-            path, how, seconds, message = _work_triton(unit, mode)
+        work = {"cuda": _work_cuda, "triton": _work_triton, "cutedsl": _work_cute}[unit.backend]
+        path, how, seconds, message = work(unit, mode)
     except Exception as error:
         ours = isinstance(error, RuntimeError | ValueError | OSError)
         message = str(error) if ours and str(error) else f"{type(error).__name__}: {error}"
@@ -326,6 +376,18 @@ def _work_cuda(unit: _Unit, mode: Mode) -> _Work:
     from ffpa_jit.cuda import instantiate, kernels
 
     spec = instantiate.spec_for(*unit.arguments)
+    if mode != "all":
+        found = kernels.find(spec)
+        return (None, "planned", 0.0, "") if found is None else (str(found.path), "hit", 0.0, "")
+    entry, how, seconds = kernels.warm(spec)
+    return _kept(entry), how, seconds, ""
+
+
+def _work_cute(unit: _Unit, mode: Mode) -> _Work:
+    from ffpa_jit.cute import compile as kernels
+    from ffpa_jit.cute.spec import spec_for
+
+    spec = spec_for(*unit.arguments)
     if mode != "all":
         found = kernels.find(spec)
         return (None, "planned", 0.0, "") if found is None else (str(found.path), "hit", 0.0, "")
@@ -377,15 +439,16 @@ def _devices(arch: str) -> list[int]:
 
 
 def _load_on(index: int, unit: _Unit) -> None:
-    """Through the backend's verb: Triton's by running each once, its backward with the forward it needs."""
+    """Through the backend's verb. Triton and CuTe-DSL run each once, a backward with the forward that it needs."""
     import torch
 
     from ffpa_jit.backends import CUDABackend
     from ffpa_jit.cuda import instantiate
+    from ffpa_jit.cute import spec as cute
     from ffpa_jit.problem import Problem
     from ffpa_jit.triton import bundle
 
-    def problem(spec: KernelSpec | TritonSpec, **more: bool) -> Problem:
+    def problem(spec: KernelSpec | TritonSpec | CuteSpec, **more: bool) -> Problem:
         flags: dict[str, Any] = {"is_causal": False, "needs_grad": False, **more}
         return Problem(
             batch=1, heads_q=1, heads_kv=1, len_q=256, len_kv=256, head_dim=spec.head_dim, head_dim_v=spec.head_dim,
@@ -397,6 +460,9 @@ def _load_on(index: int, unit: _Unit) -> None:
     if unit.backend == "cuda":
         kernel = instantiate.spec_for(*unit.arguments)
         backend.warm(problem(kernel), CUDABackend(acc=kernel.acc, stages=kernel.stages))
+    elif unit.backend == "cutedsl":
+        fused = cute.spec_for(*unit.arguments)
+        backend.warm(problem(fused, is_causal=fused.is_causal))
     else:
         triton = bundle.spec_for(*unit.arguments)
         for is_causal in (False, True):

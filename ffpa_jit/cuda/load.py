@@ -20,6 +20,7 @@ from typing import Literal, Protocol
 
 import torch
 
+from ffpa_jit.context import refuse_capture
 from ffpa_jit.cuda.driver import CudaError, Driver, driver
 
 __all__ = ["CudaError", "Kernel", "Which", "load", "refuse_capture"]
@@ -39,15 +40,6 @@ class Kernel(Protocol):
     def prepare(self) -> None:
         """Make the current device ready to launch, so that no launch on it loads anything. CudaError."""
         ...
-
-
-def refuse_capture(doing: str) -> None:
-    """RuntimeError if the current stream is being captured into a CUDA graph, which `doing` would break."""
-    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            f"{doing} cannot happen while a CUDA graph is captured: run the call once before the capture, or "
-            "ffpa_jit.warm(...) in this process (`ffpa-jit warm` compiles it for later processes)"
-        )
 
 
 def load(artefact: Path, *, threads: int, shared_bytes: int) -> Kernel:

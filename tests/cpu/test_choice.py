@@ -26,6 +26,12 @@ def _nothing_warned_yet(monkeypatch):
     torch.compiler.reset()
 
 
+@pytest.fixture(autouse=True)
+def _no_cutedsl_here():
+    with registry.replaced("cutedsl", Refusing()):
+        yield
+
+
 class _Estimating:
     """A backend that takes any forward and says how long it takes."""
 

@@ -93,6 +93,7 @@ def test_one_given_side_negates_the_other(given, sides):
         lambda: CUDABackend(stages=0),
         lambda: CUDABackend(stages=5),
         lambda: CUDABackend(backward=True),
+        lambda: CuTeDSLBackend(backward=True),
         lambda: TritonBackend(forward=False, backward=False),
         lambda: Backend("mkl"),
         lambda: TritonBackend(name="cuda"),
@@ -150,6 +151,7 @@ def test_backend_fills_both_sides_and_explicit_sides_win():
         ((TritonBackend, None, None), TypeError),
         ((None, TritonBackend(backward=True), None), ValueError),
         ((None, None, "cuda"), ValueError),
+        ((None, None, "cutedsl"), ValueError),
     ],
 )
 def test_a_backend_that_does_not_exist_or_fit_is_an_error(arguments, error):
@@ -346,6 +348,7 @@ def test_the_public_names_are_there():
 def test_a_triton_that_is_too_old_is_refused_with_its_version(monkeypatch, version, fits):
     monkeypatch.setattr("importlib.metadata.version", lambda name: version)
     monkeypatch.delitem(registry._loaded, "triton", raising=False)
+    monkeypatch.setattr(registry, "_absent", {})
     refused = registry.missing("triton")
     assert (refused is None) == fits
     assert fits or (version in refused.reason and "3.5" in refused.reason)

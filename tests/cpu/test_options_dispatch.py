@@ -423,7 +423,7 @@ def test_a_window_of_another_kind_of_int_reaches_a_backend_as_an_int(triton):
         ({"scale": lambda x: "1"}, TypeError, "scale"),
         ({"backend": lambda x: "cuda"}, ValueError, "forward only"),
         ({"backend": lambda x: "sdpa"}, NotImplementedError, "log-sum-exp"),
-        ({"backend": lambda x: "cutedsl"}, NotImplementedError, "not-built"),
+        ({"backend": lambda x: "cutedsl"}, ValueError, "forward only"),
         ({"backend": lambda x: "mkl"}, ValueError, "mkl"),
         ({"needs": lambda x: (True, False)}, ValueError, "needs"),
         ({"window_size": lambda x: (1,)}, ValueError, "window_size"),

@@ -358,7 +358,7 @@ def test_what_is_found_is_looked_for_again_when_a_setting_changes(machine):
 def test_importing_runs_nothing_and_creates_nothing(tmp_path):
     code = (
         "import sys, subprocess, os; os.environ['HOME'] = sys.argv[1] if len(sys.argv) > 1 else os.environ['HOME']\n"
-        "subprocess.Popen = None\n"
+        "import torch; subprocess.Popen = None\n"  # torch may look for libraries with a program of the system
         "import ffpa_jit.toolchain, ffpa_jit.cache\n"
         "print('filelock' in vars(ffpa_jit.cache), os.listdir(os.environ['HOME']))"
     )

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tests.gpu.cute import cute_cache, cute_kernels, launches  # noqa: F401  (fixtures)
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     missing = pytest.mark.skip(reason="no CUDA or ROCm device")

@@ -1,0 +1,157 @@
+"""The CuTe-DSL backend's verbs (see `registry.Implementation`): a forward for Hopper, compiled on first use.
+
+Importing this module compiles and loads nothing, touches no device and does not import the DSL.
+"""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import torch
+
+from ffpa_jit import context
+from ffpa_jit.backends import CuTeDSLBackend
+from ffpa_jit.cute import compile as kernels
+from ffpa_jit.cute import dense, estimates
+from ffpa_jit.cute.load import Kernel
+from ffpa_jit.cute.spec import ARCHS, HEAD_DIMS, KernelSpec, served_by, spec_for
+from ffpa_jit.problem import NO_WINDOW, Problem, Refusal, UnavailableError, device_arch, shown
+from ffpa_jit.toolchain import BuildError
+
+__all__ = ["BACKEND", "CuTeKernels"]
+
+_FEATURES = {"varlen": "packed sequences", "window": "window_size", "softcap": "softcap"}
+_MOST = 2**31 - 2**16  # rows and keys are counted in 32 bits, and rounded up to tiles
+_WARM_ROWS = 256
+
+
+class CuTeKernels:
+    """Dense attention forward on `wgmma` and TMA, for sm_90 and head dims up to 576: GQA, no workspace."""
+
+    name = "cutedsl"
+
+    def refusals(self, problem: Problem, options: CuTeDSLBackend | None, *, direction: str) -> list[Refusal]:
+        """Why this backend does not run `problem`; what no backend runs, the dispatcher has judged."""
+        if direction == "backward":
+            return [Refusal("no-backward", "the CuTe-DSL backend has a forward only; its gradients come from another")]
+        if problem.device_type != "cuda":
+            reason = f"the tensors are on a {problem.device_type} device; the CuTe-DSL kernels run on NVIDIA GPUs"
+            return [Refusal("device", reason)]
+        found = _unsupported(problem)
+        rows = problem.len_q * (problem.heads_q // problem.heads_kv if problem.heads_kv else 1)
+        if rows >= _MOST or problem.len_kv >= _MOST:
+            found.append(Refusal("size", f"one key head has {_MOST} query rows or keys; split the call"))
+        if problem.head_dim > HEAD_DIMS[-1]:
+            reason = f"head dim {problem.head_dim} is above {HEAD_DIMS[-1]}, the largest that has a CuTe-DSL kernel"
+            found.append(Refusal("head_dim", reason))
+        if problem.arch not in ARCHS:
+            found.append(Refusal("arch", f"{problem.arch} has no CuTe-DSL kernel; supported are {', '.join(ARCHS)}"))
+            return found
+        head_dim, dtype = served_by(problem.head_dim), _name(problem.dtype)
+        if head_dim is not None and dtype in ("float16", "bfloat16"):
+            missing = _out_of_reach(problem.arch, head_dim, dtype, problem.is_causal)
+            if missing is not None:
+                found.append(Refusal("toolchain", missing))
+        return found
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scale: float,
+        is_causal: bool,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        rng: torch.Tensor | None = None,
+        window: tuple[int, int] = NO_WINDOW,
+        softcap: float = 0.0,
+        options: CuTeDSLBackend | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Output in the query's layout and LSE [B, Hq, Nq] (float32, natural logarithm)."""
+        if attn_mask is not None or dropout_p or tuple(window) != NO_WINDOW or softcap:  # of the operators' own callers
+            raise NotImplementedError(
+                "the CuTe-DSL kernels have no mask, dropout, window_size or softcap; use the Triton backend"
+            )
+        device = query.device
+        spec = spec_for(device_arch(device.type, device.index), query.shape[-1], _name(query.dtype), is_causal)
+        if device.index != torch.cuda.current_device():
+            with torch.cuda.device(device):
+                return self.forward(query, key, value, scale=scale, is_causal=is_causal)
+        context.ensure(device)
+        return dense.forward(_loaded(spec), query, key, value, scale=float(scale))
+
+    def backward(self, *tensors: torch.Tensor | None, **options: object) -> NoReturn:
+        """There is none."""
+        raise NotImplementedError("the CuTe-DSL backend has a forward only; set backward_backend='triton' or 'sdpa'")
+
+    def varlen_forward(self, *tensors: torch.Tensor | None, **options: object) -> NoReturn:
+        """There is none."""
+        raise NotImplementedError("the CuTe-DSL backend takes no packed sequences; use the Triton backend")
+
+    varlen_backward = varlen_forward
+
+    def warm(self, problem: Problem, options: CuTeDSLBackend | None = None) -> None:
+        """Compile the kernel of `problem`, or find it in the cache, and run it once on its device: the driver puts a
+        kernel there when it is first launched."""
+        device = torch.device("cuda", problem.device_index or 0)
+        shape = (1, 1, _WARM_ROWS, problem.head_dim)
+        query, key, value = (torch.zeros(shape, dtype=problem.dtype, device=device) for _ in range(3))
+        self.forward(query, key, value, scale=1.0, is_causal=problem.is_causal)
+
+    def estimate(self, problem: Problem) -> float:
+        """About how many microseconds, from `estimates`: the launch, and the products at the kernel's measured rate, as
+        if there were never fewer tiles than run at a time. Without the gradients, which are another's."""
+        rates = estimates.CAUSAL if problem.is_causal else estimates.FULL
+        rate = rates[served_by(problem.head_dim) or HEAD_DIMS[-1]]
+        heads = problem.batch * problem.heads_kv
+        rows = problem.len_q * (problem.heads_q // problem.heads_kv if problem.heads_kv else 1)
+        filled = max(heads * rows, estimates.PROCESSORS * estimates.ROWS)
+        scores = filled * problem.len_kv * (0.5 if problem.is_causal else 1.0)
+        return estimates.OVERHEAD_US + scores * problem.head_dim * 4.0e-6 / rate
+
+
+def _unsupported(problem: Problem) -> list[Refusal]:
+    """A refusal for each option of the call that the kernels do not have."""
+    found = []
+    for code, off in (("varlen", False), ("window", NO_WINDOW), ("softcap", 0.0)):
+        if getattr(problem, code) != off:
+            found.append(Refusal(code, f"the CuTe-DSL kernels have no {_FEATURES[code]}; the Triton backend has"))
+    if problem.has_mask:
+        found.append(Refusal("mask", "the CuTe-DSL kernels take no attn_mask; the Triton backend does"))
+    if problem.dropout_p > 0.0:
+        reason = f"dropout_p is {shown(problem.dropout_p)}; the CuTe-DSL kernels drop nothing, the Triton backend does"
+        found.append(Refusal("dropout", reason))
+    return found
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+_unloadable: dict[KernelSpec, str] = {}
+"""What was there and could not be loaded, and why; not tried again in this process."""
+
+
+def _loaded(spec: KernelSpec) -> Kernel:
+    """`kernels.kernel`; UnavailableError where it can be neither built nor loaded."""
+    try:
+        return kernels.kernel(spec)
+    except (BuildError, kernels.DslMissing) as error:  # compile.py remembers these
+        raise UnavailableError(str(error)) from error
+    except OSError as error:
+        _unloadable[spec] = f"loading {spec.slug} failed: {error}"
+        raise UnavailableError(_unloadable[spec]) from error
+
+
+def _out_of_reach(arch: str, head_dim: int, dtype: str, is_causal: bool) -> str | None:
+    """Why a kernel can be neither found nor built on this machine; None: it can. A constant under torch.compile."""
+    spec = spec_for(arch, head_dim, dtype, is_causal)
+    return _unloadable.get(spec) or kernels.available(spec)
+
+
+# What torch.compiler.assume_constant_result sets, without importing the compiler.
+_out_of_reach._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+BACKEND = CuTeKernels()
