@@ -181,6 +181,7 @@ def ffpa_attn(backend: str) -> Attention:
 PEERS: dict[str, Callable[[], Attention]] = {
     "sdpa": sdpa,
     "ours": ours,
+    "ours-triton": lambda: ours("triton"),
     "ours-cuda": lambda: ours("cuda"),
     "ours-cuda-f16": lambda: ours("cuda", acc="f16"),  # with --dtype float16
     "flex": flex,
