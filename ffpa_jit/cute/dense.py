@@ -47,8 +47,9 @@ def forward(
         return out.zero_(), lse.fill_(-math.inf)
     places = query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr()
     if not form.direct or (places[0] | places[1] | places[2] | places[3]) % 16:
-        copies = (_readable(query).contiguous(), _readable(key), _readable(value))
-        written, lse = forward(launch, *copies, scale=scale)
+        if not _addressable(out.shape, out.stride()):
+            query = query.contiguous()  # and with it the output
+        written, lse = forward(launch, *[_readable(each) for each in (query, key, value)], scale=scale)
         return out.copy_(written), lse
     launch(*places, lse.data_ptr(), *form.numbers, scale, form.section, form.clusters, _stream(device.index))
     return out, lse

@@ -298,7 +298,10 @@ class Forward:
             row_tile = sizes.tiles_per_head - 1 - row_tile
             last = cutlass.min(row_tile * TILE + TILE, sizes.rows) - 1
             seen = last // sizes.group + 1 + sizes.diagonal
-        return Tile(row_tile * TILE, head % sizes.heads, head // sizes.heads, (seen + BLOCK - 1) // BLOCK)
+        # One block at least, all of it hidden, for rows before the first key: causal with fewer keys than queries,
+        # which the public function refuses and the operator does not.
+        blocks = cutlass.max((seen + BLOCK - 1) // BLOCK, 1)
+        return Tile(row_tile * TILE, head % sizes.heads, head // sizes.heads, blocks)
 
     # The copying warps.
 

@@ -205,6 +205,14 @@ def test_no_order_of_events_stops_a_cluster_or_spoils_its_memory(head_dim, tiles
     play(schedule_of(head_dim), tiles, random.Random(seed))
 
 
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_a_schedule_is_one_that_the_kernel_can_follow(head_dim):
+    schedule = schedule_of(head_dim)
+    assert schedule.value_stages >= 2  # a slice is given back when the next has been taken
+    assert min(schedule.widths) >= CLUSTER * 64  # each thread block fills a part of every slice, and none runs ahead
+    assert schedule.boxes > max(IN_FLIGHT, LEAD)
+
+
 def test_the_model_sees_a_schedule_that_waits_for_itself():
     short = dataclasses.replace(schedule_of(512), value_stages=1)  # given back only when the next has been taken
     with pytest.raises(AssertionError, match="wait for each other"):
