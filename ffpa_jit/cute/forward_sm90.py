@@ -297,10 +297,10 @@ class Forward:
         if cutlass.const_expr(self.causal):
             row_tile = sizes.tiles_per_head - 1 - row_tile
             last = cutlass.min(row_tile * TILE + TILE, sizes.rows) - 1
-            seen = last // sizes.group + 1 + sizes.diagonal
-        # One block at least, all of it hidden, for rows before the first key: causal with fewer keys than queries,
-        # which the public function refuses and the operator does not.
-        blocks = cutlass.max((seen + BLOCK - 1) // BLOCK, 1)
+            # One key at least, hidden then, for rows before the first: causal with fewer keys than queries, which the
+            # public function refuses and the operator does not.
+            seen = cutlass.max(last // sizes.group + 1 + sizes.diagonal, 1)
+        blocks = (seen + BLOCK - 1) // BLOCK
         return Tile(row_tile * TILE, head % sizes.heads, head // sizes.heads, blocks)
 
     # The copying warps.
