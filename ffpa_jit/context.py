@@ -1,12 +1,13 @@
-"""The CUDA context of a thread, and what must not happen while a stream is captured."""
+"""The CUDA context of a thread, what must not happen while a stream is captured, and a device's size."""
 
 from __future__ import annotations
 
+import functools
 import threading
 
 import torch
 
-__all__ = ["ensure", "refuse_capture"]
+__all__ = ["ensure", "processors", "refuse_capture"]
 
 _made = threading.local()
 
@@ -21,6 +22,13 @@ def ensure(device: torch.device) -> None:
     if device.type == "cuda" and torch.version.hip is None and not hasattr(_made, f"device_{device.index}"):
         torch.cuda.is_current_stream_capturing()  # the cheapest call of the runtime, and allowed in a capture
         setattr(_made, f"device_{device.index}", True)
+
+
+@functools.cache
+def processors(device: int | None) -> int:
+    """Streaming multiprocessors of a CUDA device, by its index."""
+    count: int = torch.cuda.get_device_properties(device).multi_processor_count
+    return count
 
 
 def refuse_capture(doing: str) -> None:

@@ -139,6 +139,10 @@ class Problem:
             mask_planes=1 if attn_mask is None else math.prod(attn_mask.shape[:-2]),
         )
 
+    def group(self) -> int:
+        """Query heads of a key head; 1 where there are none."""
+        return self.heads_q // self.heads_kv if self.heads_kv else 1
+
     def cache_mb(self) -> float:
         """MB of keys and values."""
         return 4.0e-6 * self.batch * self.heads_kv * self.len_kv * self.head_dim

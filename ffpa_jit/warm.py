@@ -11,6 +11,7 @@ this process, so that a CUDA graph may be captured next.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import logging
 import os
@@ -360,7 +361,7 @@ class _Collected(logging.Handler):
 def _work(unit: _Unit, mode: Mode) -> Result:
     start = time.perf_counter()
     try:
-        work = {"cuda": _work_cuda, "triton": _work_triton, "cutedsl": _work_cute}[unit.backend]
+        work = _work_triton if unit.backend == "triton" else _work_kernel
         path, how, seconds, message = work(unit, mode)
     except Exception as error:
         ours = isinstance(error, RuntimeError | ValueError | OSError)
@@ -372,22 +373,11 @@ def _work(unit: _Unit, mode: Mode) -> Result:
 _Work = tuple["str | None", str, float, str]
 
 
-def _work_cuda(unit: _Unit, mode: Mode) -> _Work:
-    from ffpa_jit.cuda import instantiate, kernels
-
-    spec = instantiate.spec_for(*unit.arguments)
-    if mode != "all":
-        found = kernels.find(spec)
-        return (None, "planned", 0.0, "") if found is None else (str(found.path), "hit", 0.0, "")
-    entry, how, seconds = kernels.warm(spec)
-    return _kept(entry), how, seconds, ""
-
-
-def _work_cute(unit: _Unit, mode: Mode) -> _Work:
-    from ffpa_jit.cute import compile as kernels
-    from ffpa_jit.cute.spec import spec_for
-
-    spec = spec_for(*unit.arguments)
+def _work_kernel(unit: _Unit, mode: Mode) -> _Work:
+    """Of the backends whose kernels are one artefact each: `find` and `warm` are called alike."""
+    modules = ("cuda.instantiate", "cuda.kernels") if unit.backend == "cuda" else ("cute.spec", "cute.compile")
+    specs, kernels = (importlib.import_module(f"ffpa_jit.{each}") for each in modules)
+    spec = specs.spec_for(*unit.arguments)
     if mode != "all":
         found = kernels.find(spec)
         return (None, "planned", 0.0, "") if found is None else (str(found.path), "hit", 0.0, "")

@@ -48,7 +48,7 @@ class CUDAKernels:
             most = f"{1 / (1 - _MOST_DROPPED):.0f}"
             reason = f"dropout_p is {shown(problem.dropout_p)}, which drops all but one element in {most}"
             found.append(Refusal("dropout-all", f"{reason} or more; SDPA takes it"))
-        group = _group(problem)
+        group = problem.group()
         blocks = problem.batch * problem.heads_kv * (problem.len_q * group // 16 + 1)
         if problem.len_q * group >= _MOST or problem.len_kv >= _MOST or blocks >= _MOST:
             found.append(
@@ -122,13 +122,9 @@ class CUDAKernels:
         """About how many microseconds, from an H200: the largest of 80 (the launch), the products at 330 TFLOP/s over
         tiles of 64 rows, which the heads of a group share, and keys and values at 3 TB/s. Without the gradients, which
         are another's."""
-        rows = -(-problem.len_q * _group(problem) // 64) * 64
+        rows = -(-problem.len_q * problem.group() // 64) * 64
         scores = problem.batch * problem.heads_kv * rows * problem.len_kv * (0.5 if problem.is_causal else 1.0)
         return max(80.0, scores * problem.head_dim * 4.0e-6 / 330.0, problem.cache_mb() / 3.0)
-
-
-def _group(problem: Problem) -> int:
-    return problem.heads_q // problem.heads_kv if problem.heads_kv else 1
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 import math
 
 import torch
 
+from ffpa_jit import context, layout
 from ffpa_jit.cuda import tensor_maps
 from ffpa_jit.cuda.instantiate import KernelSpec, Tile, has_tma, tile_of
 from ffpa_jit.cuda.load import Kernel
@@ -44,11 +44,11 @@ def forward(
     if query.numel() == 0 or len_kv == 0:
         return out.zero_(), lse.fill_(-math.inf)
     tile = tile_of(spec)
-    query, key, value = _aligned(query), _aligned(key), _aligned(value)
-    written = out if _fits(out) else torch.empty_like(query, memory_format=torch.contiguous_format)
+    query, key, value = layout.readable(query), layout.readable(key), layout.readable(value)
+    written = out if layout.fits(out) else torch.empty_like(query, memory_format=torch.contiguous_format)
     row_tiles = -(-len_q * (heads_q // heads_kv) // tile.rows)
     blocks = row_tiles * batch * heads_kv
-    splits = splits_for(blocks, batch * heads_q * len_q, len_kv, head_dim, tile, _processors(query.device.index))
+    splits = splits_for(blocks, batch * heads_q * len_q, len_kv, head_dim, tile, context.processors(query.device.index))
 
     params = ForwardParams()
     params.q, params.k, params.v = query.data_ptr(), key.data_ptr(), value.data_ptr()
@@ -99,35 +99,8 @@ def splits_for(blocks: int, rows: int, len_kv: int, head_dim: int, tile: Tile, p
     return max(1, min(wanted, fitting))
 
 
-def _fits(tensor: torch.Tensor) -> bool:
-    """Whether the kernels can address a tensor: its last stride is 1, and every row begins at 16 aligned bytes."""
-    return (
-        tensor.stride(-1) == 1
-        and tensor.data_ptr() % 16 == 0
-        and all(stride % 8 == 0 for stride, size in zip(tensor.stride()[:3], tensor.shape[:3], strict=True) if size > 1)
-    )
-
-
-def _aligned(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor`, or a copy of it that the kernels can address."""
-    if _fits(tensor) and (tensor.stride(2) > 0 or tensor.shape[2] == 1):
-        return tensor
-    return tensor.clone(memory_format=torch.contiguous_format)
-
-
 def _map(tensor: torch.Tensor, rows: int) -> tuple[ctypes.Array[ctypes.c_ubyte], int, int]:
     """The tensor map of K or V, and whether its heads and its batches lie apart (1) or are one (0)."""
-    batch, heads, length, head_dim = tensor.shape
-    batch_stride, head_stride, row_stride, _ = tensor.stride()
-    apart = [int(size > 1 and stride > 0) for size, stride in ((heads, head_stride), (batch, batch_stride))]
-    # A dim of size 1 is never stepped along, but its stride is still checked.
-    row_stride = row_stride if length > 1 else -(-head_dim // 8) * 8
-    sizes = head_dim, length, heads if apart[0] else 1, batch if apart[1] else 1
-    strides = row_stride, head_stride if apart[0] else row_stride, batch_stride if apart[1] else row_stride
-    return tensor_maps.encode(tensor.data_ptr(), sizes, strides, rows), apart[0], apart[1]
-
-
-@functools.cache
-def _processors(device: int) -> int:
-    count: int = torch.cuda.get_device_properties(device).multi_processor_count
-    return count
+    (batch_stride, head_stride, row_stride), (heads, batch) = layout.apart(tensor.shape, tensor.stride())
+    sizes, strides = (tensor.shape[3], tensor.shape[2], heads, batch), (row_stride, head_stride, batch_stride)
+    return tensor_maps.encode(tensor.data_ptr(), sizes, strides, rows), int(heads > 1), int(batch > 1)

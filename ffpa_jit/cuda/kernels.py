@@ -23,9 +23,10 @@ from pathlib import Path
 
 from ffpa_jit import settings
 from ffpa_jit.cache import Built, Entry, Key, default_cache
+from ffpa_jit.context import refuse_capture
 from ffpa_jit.cuda.build import Compiler, Kind, compiler_here, find_compiler, select_compiler, source_digest
 from ffpa_jit.cuda.instantiate import KernelSpec, tile_of
-from ffpa_jit.cuda.load import CudaError, Kernel, load, refuse_capture
+from ffpa_jit.cuda.load import CudaError, Kernel, load
 from ffpa_jit.toolchain import BuildError, first_error
 
 __all__ = ["available", "find", "forget", "kernel", "key_of", "warm"]

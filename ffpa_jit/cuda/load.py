@@ -23,7 +23,7 @@ import torch
 from ffpa_jit.context import refuse_capture
 from ffpa_jit.cuda.driver import CudaError, Driver, driver
 
-__all__ = ["CudaError", "Kernel", "Which", "load", "refuse_capture"]
+__all__ = ["CudaError", "Kernel", "Which", "load"]
 
 Which = Literal["forward", "combine"]
 _WHICH = {"forward": 0, "combine": 1}

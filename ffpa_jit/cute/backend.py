@@ -14,6 +14,7 @@ from ffpa_jit.backends import CuTeDSLBackend
 from ffpa_jit.cute import compile as kernels
 from ffpa_jit.cute import dense, estimates
 from ffpa_jit.cute.load import Kernel
+from ffpa_jit.cute.schedule import TILE
 from ffpa_jit.cute.spec import ARCHS, HEAD_DIMS, KernelSpec, served_by, spec_for
 from ffpa_jit.problem import NO_WINDOW, Problem, Refusal, UnavailableError, device_arch, shown
 from ffpa_jit.toolchain import BuildError
@@ -38,7 +39,7 @@ class CuTeKernels:
             reason = f"the tensors are on a {problem.device_type} device; the CuTe-DSL kernels run on NVIDIA GPUs"
             return [Refusal("device", reason)]
         found = _unsupported(problem)
-        rows = problem.len_q * (problem.heads_q // problem.heads_kv if problem.heads_kv else 1)
+        rows = problem.len_q * problem.group()
         if rows >= _MOST or problem.len_kv >= _MOST:
             found.append(Refusal("size", f"one key head has {_MOST} query rows or keys; split the call"))
         if problem.head_dim > HEAD_DIMS[-1]:
@@ -106,8 +107,8 @@ class CuTeKernels:
         rates = estimates.CAUSAL if problem.is_causal else estimates.FULL
         rate = rates[served_by(problem.head_dim) or HEAD_DIMS[-1]]
         heads = problem.batch * problem.heads_kv
-        rows = problem.len_q * (problem.heads_q // problem.heads_kv if problem.heads_kv else 1)
-        filled = max(heads * rows, estimates.PROCESSORS * estimates.ROWS)
+        rows = problem.len_q * problem.group()
+        filled = max(heads * rows, estimates.PROCESSORS * TILE)
         scores = filled * problem.len_kv * (0.5 if problem.is_causal else 1.0)
         return estimates.OVERHEAD_US + scores * problem.head_dim * 4.0e-6 / rate
 

@@ -24,8 +24,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from ffpa_jit.cache import Built, Entry, Key, default_cache
+from ffpa_jit.cache.entries import LOG
 from ffpa_jit.context import refuse_capture
 from ffpa_jit.cute import toolkit
+from ffpa_jit.cute.emit import ANSWER, OBJECT, PREFIX
 from ffpa_jit.cute.load import Kernel, load
 from ffpa_jit.cute.spec import KernelSpec, target_of
 from ffpa_jit.toolchain import BuildError
@@ -41,7 +43,6 @@ KERNELS = "ffpa_jit.cute.forward_sm90"
 _SOURCES = Path(__file__).resolve().parent
 # What only launches, finds or describes kernels: no bit of an object depends on it.
 _HOST_ONLY = frozenset({"__init__", "backend", "compile", "dense", "estimates", "load", "spec", "toolkit"})
-_OBJECT, _ANSWER, _LOG, _PREFIX = "kernel.o", "emitted.json", "build.log", "ffpa_forward"  # as `emit` has them
 _PATIENCE = 900.0  # seconds that one compilation may take
 _SHOWN = 6  # lines of a log in an error
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
@@ -196,24 +197,24 @@ def _builder(spec: KernelSpec, chosen: toolkit.Toolkit, built: list[float]) -> C
             "paths": [each for each in sys.path if each],
         }  # fmt: skip
         failed = _compile(task, directory, head)
-        answer = directory / _ANSWER
+        answer = directory / ANSWER
         if not failed and not answer.is_file():
             failed = "\nits process left no object"
         if not failed and _digest() != _source_digest():  # that process has read them, and the key is of what they were
             failed = "\nthe kernels' sources have changed since this process first read them: start a new one"
         if failed:
-            log = (directory / _LOG).read_text(errors="replace").removeprefix(head) + failed
-            raise DslError(f"{spec.slug} with {chosen.ident.partition(' (')[0]}", log, directory / _LOG)
+            log = (directory / LOG).read_text(errors="replace").removeprefix(head) + failed
+            raise DslError(f"{spec.slug} with {chosen.ident.partition(' (')[0]}", log, directory / LOG)
         arguments = json.loads(answer.read_text())["arguments"]
         built.append(time.perf_counter() - start)
-        return Built(_OBJECT, {"arguments": arguments, "prefix": _PREFIX, "target": target_of(spec)})
+        return Built(OBJECT, {"arguments": arguments, "prefix": PREFIX, "target": target_of(spec)})
 
     return build
 
 
 def _compile(task: Mapping[str, object], directory: Path, head: str) -> str:
     """Run the process; why it died, "" if it did not. Its output becomes the log, after `head`."""
-    log = directory / _LOG
+    log = directory / LOG
     with log.open("wb") as output:
         output.write(head.encode())
         output.flush()

@@ -1,4 +1,4 @@
-"""What the compiling process does: one spec in, `kernel.o` out. Only that process imports this module.
+"""What the compiling process does: one spec in, `kernel.o` out. Others take its names only.
 
 It is a process of its own because importing the DSL takes a second that no other process should pay, and because one
 that has compiled for long has been seen to fail where a fresh one does not. It imports neither torch nor the rest of

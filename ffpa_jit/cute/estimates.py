@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-__all__ = ["CAUSAL", "FULL", "OVERHEAD_US", "PROCESSORS", "ROWS", "TABLE"]
+__all__ = ["CAUSAL", "FULL", "OVERHEAD_US", "PROCESSORS", "TABLE"]
 
 TABLE = Path(__file__).with_name("estimates.json")
 
@@ -18,9 +18,6 @@ FULL: dict[int, float] = {int(head_dim): rate for head_dim, rate in _measured["f
 """Instantiated head dim -> TFLOP/s of long bf16 calls; only the visible scores are counted."""
 
 CAUSAL: dict[int, float] = {int(head_dim): rate for head_dim, rate in _measured["causal"].items()}
-
-ROWS = 128
-"""Query rows, of all the heads of a group together, that a cluster works on at a time."""
 
 PROCESSORS = 66
 """Clusters that run at a time: fewer tiles than these leave the others idle."""

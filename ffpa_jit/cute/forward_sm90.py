@@ -46,12 +46,10 @@ from cutlass import Boolean, Float32, Int16, Int32, Int64
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
 from ffpa_jit.cute import ptx
-from ffpa_jit.cute.schedule import BLOCK, BOX_BYTES, CLUSTER, COPY_REGISTERS, THREADS, schedule_of
+from ffpa_jit.cute.schedule import BLOCK, BOX_BYTES, CLUSTER, COPY_REGISTERS, THREADS, TILE, schedule_of
 from ffpa_jit.cute.spec import KernelSpec
 
 __all__ = ["Forward", "entry"]
-
-TILE = CLUSTER * BLOCK
 
 LAZY = 8.0
 """How far, in powers of two, a row's maximum may rise above its reference."""
@@ -427,7 +425,7 @@ class Forward:
                     acc, top, total, to_log2, signals, stats, count, j > 0, own_row, lane, warp, matrix_at
                 )
                 if j == tile.blocks - 1:
-                    self._finish(top, total, stats, count % 2, lse, index, row, own_row, lane, sizes)
+                    self._finish(top, total, stats, count % 2, lse, tile, row, own_row, lane, sizes)
                 count += 1
             self._hand_over(signals, count - 1)
             turn += 1
@@ -537,11 +535,10 @@ class Forward:
 
     @cute.jit
     def _finish(
-        self, top: Any, total: Any, stats: Stats, buffer: Int32, lse: Int64, index: Int32, row: Int32, own_row: Int32,
+        self, top: Any, total: Any, stats: Stats, buffer: Int32, lse: Int64, tile: Tile, row: Int32, own_row: Int32,
         lane: Int32, sizes: Sizes,
     ) -> None:  # fmt: skip
         """The rows' shares, to go with the last P, and their log-sum-exp."""
-        tile = self._tile(index, sizes)
         for half in cutlass.range_constexpr(2):
             whole = ptx.quad_sum(total[half])
             share = Float32(0.0)

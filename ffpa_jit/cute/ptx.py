@@ -33,23 +33,35 @@ def _asm(results: int, operands: Sequence[Any], text: str, constraints: str, loc
     return [Int32(llvm.extractvalue(T.i32(), given, [i], loc=loc, ip=ip)) for i in range(results)]
 
 
+def _at_barrier(barrier: cute.Pointer, number: Int32, text: str, loc: Any, ip: Any) -> None:
+    """What `text` does at a barrier's shared address ($0) with a number ($1)."""
+    operands = [barrier.toint(loc=loc, ip=ip).ir_value(loc=loc, ip=ip), Int32(number).ir_value(loc=loc, ip=ip)]
+    _asm(0, operands, text, "r,r", loc, ip)
+
+
+def _with_words(address: Any, words: Sequence[Int32], text: str, loc: Any, ip: Any) -> None:
+    """What `text` does at a shared address ($0) with four words ($1 to $4)."""
+    operands = [address.ir_value(loc=loc, ip=ip), *[word.ir_value(loc=loc, ip=ip) for word in words]]
+    _asm(0, operands, text, "r,r,r,r,r", loc, ip)
+
+
 @dsl_user_op
 def arrive(barrier: cute.Pointer, rank: Int32, *, loc: Any = None, ip: Any = None) -> None:
     """Arrive once at the barrier at this address in the shared memory of the cluster's thread block `rank`."""
-    _asm(
-        0, [barrier.toint(loc=loc, ip=ip).ir_value(loc=loc, ip=ip), Int32(rank).ir_value(loc=loc, ip=ip)],
+    _at_barrier(
+        barrier, rank,
         "{ .reg .b32 there; mapa.shared::cluster.u32 there, $0, $1; mbarrier.arrive.shared::cluster.b64 _, [there]; }",
-        "r,r", loc, ip,
+        loc, ip,
     )  # fmt: skip
 
 
 @dsl_user_op
 def wait(barrier: cute.Pointer, phase: Int32, *, loc: Any = None, ip: Any = None) -> None:
     """Until the barrier's phase of this parity is over. The DSL's own wait goes to sleep after the first look."""
-    _asm(
-        0, [barrier.toint(loc=loc, ip=ip).ir_value(loc=loc, ip=ip), Int32(phase).ir_value(loc=loc, ip=ip)],
+    _at_barrier(
+        barrier, phase,
         "{ .reg .pred over; again: mbarrier.try_wait.parity.shared::cta.b64 over, [$0], $1; @!over bra again; }",
-        "r,r", loc, ip,
+        loc, ip,
     )  # fmt: skip
 
 
@@ -76,17 +88,13 @@ def store_words(address: Int64, words: Sequence[Int32], valid: Boolean, *, loc: 
 @dsl_user_op
 def store_shared_words(address: Int32, words: Sequence[Int32], *, loc: Any = None, ip: Any = None) -> None:
     """Write four words to an aligned address in shared memory."""
-    operands = [address.ir_value(loc=loc, ip=ip), *[word.ir_value(loc=loc, ip=ip) for word in words]]
-    _asm(0, operands, "st.shared.v4.b32 [$0], {$1, $2, $3, $4};", "r,r,r,r,r", loc, ip)
+    _with_words(address, words, "st.shared.v4.b32 [$0], {$1, $2, $3, $4};", loc, ip)
 
 
 @dsl_user_op
 def store_matrices(address: Int32, words: Sequence[Int32], *, loc: Any = None, ip: Any = None) -> None:
     """`stmatrix.x4`: lane i gives the shared address of row i % 8 of matrix i / 8, word m is its part of matrix m."""
-    operands = [address.ir_value(loc=loc, ip=ip), *[word.ir_value(loc=loc, ip=ip) for word in words]]
-    _asm(
-        0, operands, "stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0], {$1, $2, $3, $4};", "r,r,r,r,r", loc, ip
-    )  # fmt: skip
+    _with_words(address, words, "stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0], {$1, $2, $3, $4};", loc, ip)
 
 
 @dsl_user_op

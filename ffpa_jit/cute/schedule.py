@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 __all__ = [
-    "BLOCK", "BOX_BYTES", "CLUSTER", "COPY_REGISTERS", "LAUNCH_REGISTERS", "SHARED_LIMIT", "THREADS", "Schedule",
-    "schedule_of",
+    "BLOCK", "BOX_BYTES", "CLUSTER", "COPY_REGISTERS", "LAUNCH_REGISTERS", "SHARED_LIMIT", "THREADS", "TILE",
+    "Schedule", "schedule_of",
 ]  # fmt: skip
 
 BLOCK = 64
@@ -20,6 +20,9 @@ BOX_BYTES = BLOCK * BLOCK * 2
 
 CLUSTER = 2
 """Thread blocks that share what they read. Two neighbours of 64 rows each make a tile."""
+
+TILE = CLUSTER * BLOCK
+"""Query rows, of all the heads of a group together, that a cluster works on at a time."""
 
 THREADS = 512
 """Four warpgroups: copies, scores, and the two parts of the output's columns."""

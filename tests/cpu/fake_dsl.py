@@ -8,8 +8,11 @@ import functools
 import json
 from pathlib import Path
 
+import pytest
 import torch
 
+from ffpa_jit import dispatch
+from ffpa_jit.cute import backend as cute_backend
 from ffpa_jit.cute import compile as kernels
 from ffpa_jit.cute import toolkit
 from ffpa_jit.problem import Problem
@@ -41,6 +44,22 @@ def install(monkeypatch) -> Compiler:
     monkeypatch.setattr(toolkit, "find", lambda: TOOLKIT)
     monkeypatch.setattr(toolkit, "host_level", functools.cache(lambda: "x86-64-v3"))
     return stand_in
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    """A cache, and a process, that have seen no kernel yet."""
+    monkeypatch.setenv("FFPA_JIT_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(dispatch, "_warned", set())
+    monkeypatch.setattr(cute_backend, "_unloadable", {})
+    kernels.forget()
+    yield
+    kernels.forget()
+
+
+@pytest.fixture(name="compiler")
+def fake_compiler(monkeypatch):
+    return install(monkeypatch)
 
 
 class Runtime:

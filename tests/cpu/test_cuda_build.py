@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from ffpa_jit import cache as cache_module
-from ffpa_jit import toolchain
+from ffpa_jit import context, toolchain
 from ffpa_jit.cuda import build, kernels, load, nvcc, recipe
 from ffpa_jit.cuda.instantiate import KernelSpec, spec_for, tile_of
 from ffpa_jit.toolchain import BuildError, Nvcc, Nvrtc, ToolchainError
@@ -503,7 +503,7 @@ def test_a_first_use_inside_a_capture_is_refused(machine: Machine, monkeypatch: 
 def test_the_capture_is_not_asked_about_before_cuda_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", _no_program)
-    load.refuse_capture("loading")
+    context.refuse_capture("loading")
 
 
 def test_a_hit_runs_no_program_and_imports_no_loader(

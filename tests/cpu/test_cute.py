@@ -14,12 +14,11 @@ from ffpa_jit import CuTeDSLBackend, TritonBackend, dispatch, explain, registry
 from ffpa_jit.backends import resolve
 from ffpa_jit.cli import main
 from ffpa_jit.cute import backend as cute_backend
-from ffpa_jit.cute import compile as kernels
 from ffpa_jit.cute import toolkit
 from ffpa_jit.cute.spec import spec_for
 from ffpa_jit.problem import Refusal, UnavailableError
 from tests.cpu.conftest import run_python
-from tests.cpu.fake_dsl import gpu_problem, install
+from tests.cpu.fake_dsl import fake_compiler, gpu_problem, install, own_cache  # noqa: F401  (fixtures)
 from tests.cpu.fakes import FakeCUDA, FakeTriton, Refusing
 from tests.shapes import Shape, leaves, make
 
@@ -28,21 +27,6 @@ warming = importlib.import_module("ffpa_jit.warm")
 HERE = toolkit.find()
 needs_dsl = pytest.mark.skipif(isinstance(HERE, str), reason=str(HERE))
 SPEC = spec_for("sm_90", 512, "bf16", True)
-
-
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("FFPA_JIT_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(dispatch, "_warned", set())
-    monkeypatch.setattr(cute_backend, "_unloadable", {})
-    kernels.forget()
-    yield
-    kernels.forget()
-
-
-@pytest.fixture
-def compiler(monkeypatch):
-    return install(monkeypatch)
 
 
 # Refusals.

@@ -24,25 +24,11 @@ from ffpa_jit.cute.spec import HEAD_DIMS, spec_for
 from ffpa_jit.problem import UnavailableError
 from ffpa_jit.toolchain import BuildError
 from tests.cpu.conftest import ROOT
-from tests.cpu.fake_dsl import TOOLKIT, Runtime, gpu_problem, install
+from tests.cpu.fake_dsl import TOOLKIT, Runtime, fake_compiler, gpu_problem, install, own_cache  # noqa: F401  (fixtures)
 
 HERE = toolkit.find()
 needs_dsl = pytest.mark.skipif(isinstance(HERE, str), reason=str(HERE))
 SPEC = spec_for("sm_90", 512, "bf16", True)
-
-
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("FFPA_JIT_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(cute_backend, "_unloadable", {})
-    kernels.forget()
-    yield
-    kernels.forget()
-
-
-@pytest.fixture
-def compiler(monkeypatch):
-    return install(monkeypatch)
 
 
 # Specs.
