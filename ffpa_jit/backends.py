@@ -241,7 +241,7 @@ class CUDABackend(Backend):
 
 @dataclass(frozen=True)
 class CuTeDSLBackend(Backend):
-    """Kernels in NVIDIA's CuTe DSL, forward only, for sm_90 (H100, H200) and head dims up to 576: the fastest there,
+    """Kernels in NVIDIA's CuTe DSL, forward only, for sm_90 (H100, H200) and head dims up to 640: the fastest there,
     without workspace. They need the extra `ffpa-jit[cute]` and are compiled on first use, once a machine.
 
     As `backend=CuTeDSLBackend()` (or `backend="cutedsl"`) it takes the forward; who computes the gradients is chosen as

@@ -27,7 +27,7 @@ _WARM_ROWS = 256
 
 
 class CuTeKernels:
-    """Dense attention forward on `wgmma` and TMA, for sm_90 and head dims up to 576: GQA, no workspace."""
+    """Dense attention forward on `wgmma` and TMA, for sm_90 and head dims up to 640: GQA, no workspace."""
 
     name = "cutedsl"
 

@@ -10,7 +10,7 @@ __all__ = ["ARCHS", "HEAD_DIMS", "KernelSpec", "served_by", "spec_for", "target_
 ARCHS = {"sm_90": "sm_90a"}
 """Architecture, as devices and caches name it -> what the DSL compiles for: `wgmma` and TMA are of the "a" variant."""
 
-HEAD_DIMS = (320, 384, 448, 512, 576)
+HEAD_DIMS = (320, 384, 448, 512, 576, 640)
 """The instantiated head dims; each serves those down to the one before it, and 320 those from 264 on."""
 
 _DTYPES = {"float16": "fp16", "bfloat16": "bf16"}

@@ -41,7 +41,7 @@ SPEC = spec_for("sm_90", 512, "bf16", True)
         ({"arch": "sm_80"}, ["arch"]),
         ({"arch": "sm_100", "head_dim": 1024}, ["head_dim", "arch"]),
         ({"arch": "gfx942"}, ["arch"]),
-        ({"head_dim": 584}, ["head_dim"]),
+        ({"head_dim": 648}, ["head_dim"]),
         ({"has_mask": True}, ["mask"]),
         ({"dropout_p": 0.1}, ["dropout"]),
         ({"window": (128, 0)}, ["window"]),
@@ -276,8 +276,8 @@ def test_warm_skips_it_where_it_has_no_kernel_and_other_backends_have(installed)
     assert units([512], ["bf16"], ["sm_80"]) == ([], {"sm_80": "cutedsl has no kernels for sm_80"})
     names, skipped = units([512, 1024], ["bf16"], ["sm_90"])
     assert len(names) == 2
-    assert skipped == {"sm_90-d1024": "cutedsl has no kernels for head dims above 576"}
-    with pytest.raises(ValueError, match="264 to 576"):
+    assert skipped == {"sm_90-d1024": "cutedsl has no kernels for head dims above 640"}
+    with pytest.raises(ValueError, match="264 to 640"):
         units([1024], ["bf16"], ["sm_90"], backends=["cutedsl"])
     with pytest.raises(ValueError, match="CuTe-DSL: sm_90"):
         units([512], ["bf16"], ["sm_80"], backends=["cutedsl"])

@@ -34,16 +34,17 @@ SPEC = spec_for("sm_90", 512, "bf16", True)
 # Specs.
 
 
-def test_every_head_dim_up_to_576_has_the_next_instantiation():
-    served = {head_dim: spec_for("sm_90", head_dim, "float16", False).head_dim for head_dim in range(264, 577, 8)}
+def test_every_head_dim_up_to_640_has_the_next_instantiation():
+    served = {head_dim: spec_for("sm_90", head_dim, "float16", False).head_dim for head_dim in range(264, 641, 8)}
     assert set(served.values()) == set(HEAD_DIMS)
-    assert (served[264], served[320], served[328], served[504], served[512], served[520]) == (
+    assert (served[264], served[320], served[328], served[504], served[512], served[520], served[584]) == (
         320,
         320,
         384,
         512,
         512,
         576,
+        640,
     )
 
 
@@ -55,7 +56,7 @@ def test_a_spec_is_named_readably_and_sm_90a_is_sm_90():
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
-    [(("sm_80", 512, "bf16", True), "sm_80"), (("sm_90", 584, "bf16", True), "264 to 576"),
+    [(("sm_80", 512, "bf16", True), "sm_80"), (("sm_90", 648, "bf16", True), "264 to 640"),
      (("sm_90", 256, "bf16", True), "256"), (("sm_90", 300, "bf16", True), "multiples of 8"),
      (("sm_90", 512, "fp32", True), "fp32")],
 )  # fmt: skip
@@ -73,15 +74,25 @@ def test_the_key_holds_all_that_decides_the_bits(compiler, monkeypatch):
 
     specs = [spec_for("sm_90", d, dtype, causal) for d in HEAD_DIMS for dtype in ("fp16", "bf16") for causal in (0, 1)]
     names = {name(spec) for spec in specs}
-    assert len(names) == len(specs) == 20
+    assert len(names) == len(specs) == 24
     names |= {name(made_by=dataclasses.replace(TOOLKIT, ident="cutlass-dsl 4.8.2 (base core cu13) cu13"))}
     monkeypatch.setattr(toolkit, "host_level", functools.cache(lambda: "x86-64-v4"))
     names |= {name()}
     monkeypatch.setattr(kernels, "KERNELS", "another.module")
     kernels._source_digest.cache_clear()
     names |= {name()}
-    assert len(names) == 23
+    assert len(names) == 27
     assert name() == name()
+
+
+def test_the_compiling_process_is_told_its_target_and_no_setting_of_the_dsl(monkeypatch):
+    """Without the target the DSL asks the driver for it hundreds of times, which took half of a compilation."""
+    monkeypatch.setenv("CUTE_DSL_ARCH", "sm_100a")
+    monkeypatch.setenv("CUTE_DSL_OPT_LEVEL", "0")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    environment = kernels._environment("sm_90a")
+    assert {name for name in environment if name.startswith("CUTE_DSL_")} == {"CUTE_DSL_ARCH"}
+    assert (environment["CUTE_DSL_ARCH"], environment["CUDA_VISIBLE_DEVICES"]) == ("sm_90a", "")
 
 
 def test_a_kernels_source_is_in_the_key_and_what_launches_it_is_not(tmp_path, monkeypatch):

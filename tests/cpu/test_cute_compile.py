@@ -68,7 +68,7 @@ def compile_into(directory: Path, spec: KernelSpec) -> None:
             return
         directory.mkdir(exist_ok=True)
         environment = {name: value for name, value in os.environ.items() if not name.startswith("CUTE_DSL_")}
-        environment.update(CUDA_VISIBLE_DEVICES="", NO_COLOR="1")
+        environment.update(CUDA_VISIBLE_DEVICES="", CUTE_DSL_ARCH=target_of(spec), NO_COLOR="1")
         fields = json.dumps(dataclasses.asdict(spec))
         done = subprocess.run(
             [sys.executable, "-c", COMPILE, str(ROOT), kernels.KERNELS, fields, target_of(spec), str(directory)],

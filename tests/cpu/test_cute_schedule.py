@@ -2,7 +2,8 @@
 its warps wait for each other, and nobody reads what is not there or overwrites what is still read.
 
 The model has the kernel's waits, arrivals and copies in the kernel's order, and nothing of its arithmetic. An actor is
-a generator that yields what it waits for. Four warps of a warpgroup are one actor that arrives four times.
+a generator that yields what it waits for. Four warps of a warpgroup are one actor that arrives four times, also at the
+barriers of P, where each of their lanes does.
 """
 
 from __future__ import annotations

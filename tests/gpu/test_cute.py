@@ -19,7 +19,7 @@ from tests.shapes import EMPTY, LARGE, Shape, far_apart, gemma_like, late_maximu
 
 pytestmark = on_hopper
 
-SERVED = [head_dim for head_dim in (264, 320, 328, 384, 448, 456, 512, 520, 576) if served_by(head_dim)]
+SERVED = [head_dim for head_dim in (264, 320, 328, 384, 448, 456, 512, 520, 576, 584, 640) if served_by(head_dim)]
 # Both dtypes at 512 and at a head dim that ends within a box; the others are the same code with other numbers.
 MATRIX = [(head_dim, dtype) for head_dim in SERVED for dtype in DTYPES if dtype == BF16 or head_dim in (264, 512)]
 every_kind = pytest.mark.parametrize(("head_dim", "dtype"), MATRIX, ids=str)
@@ -59,6 +59,7 @@ TILES = [
     Shape(1, 3, 1, 130, 700, 448, True),
     Shape(1, 133, 133, 1, 70, 512),
     Shape(1, 134, 67, 129, 200, 576, True),
+    Shape(2, 70, 35, 130, 333, 640, True),
 ]
 
 
@@ -225,7 +226,7 @@ ARRANGED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "offset by eight": lambda x: moved(x, x.shape, x.stride(), 8),
     "odd heads": lambda x: moved(x, x.shape, (x.stride(0) + 30, x.stride(1) + 3, *x.stride()[2:])),
 }
-KINDS = [(head_dim, dtype) for head_dim, dtype in MATRIX if head_dim in (264, 512, 576)]
+KINDS = [(head_dim, dtype) for head_dim, dtype in MATRIX if head_dim in (264, 512, 640)]
 
 
 @pytest.mark.parametrize(("head_dim", "dtype"), KINDS, ids=str)
