@@ -107,7 +107,8 @@ def check_kinds(query: object, key: object, value: object, attn_mask: object, **
         if not isinstance(tensor, Tensor) and (tensor is not None or name != "attn_mask"):
             raise TypeError(f"{name} must be a tensor, not {type(tensor).__name__}")
     for name, flag in flags.items():
-        check_flag(name, flag)
+        if flag is not True and flag is not False:
+            check_flag(name, flag)
 
 
 def check_flag(name: str, value: object) -> None:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import functools
 import threading
+from collections.abc import Callable
 
 import torch
 
-__all__ = ["ensure", "processors", "refuse_capture"]
+__all__ = ["current_device", "ensure", "processors", "refuse_capture"]
 
 _made = threading.local()
+
+# Without the check that CUDA is initialised, where torch is built with CUDA: for callers that hold a CUDA tensor.
+current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", None) or torch.cuda.current_device
 
 
 def ensure(device: torch.device) -> None:

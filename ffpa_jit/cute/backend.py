@@ -77,11 +77,11 @@ class CuTeKernels:
             )
         device = query.device
         spec = spec_for(device_arch(device.type, device.index), query.shape[-1], _name(query.dtype), is_causal)
-        if device.index != torch.cuda.current_device():
+        if device.index != context.current_device():
             with torch.cuda.device(device):
                 return self.forward(query, key, value, scale=scale, is_causal=is_causal)
         context.ensure(device)
-        return dense.forward(_loaded(spec), query, key, value, scale=float(scale))
+        return dense.forward(_loaded(spec), query, key, value, scale=float(scale), is_causal=is_causal)
 
     def backward(self, *tensors: torch.Tensor | None, **options: object) -> NoReturn:
         """There is none."""
@@ -127,8 +127,11 @@ def _unsupported(problem: Problem) -> list[Refusal]:
     return found
 
 
+_NAMES = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
+
+
 def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    return _NAMES.get(dtype, str(dtype))
 
 
 _unloadable: dict[KernelSpec, str] = {}

@@ -42,7 +42,7 @@ KERNELS = "ffpa_jit.cute.forward_sm90"
 
 _SOURCES = Path(__file__).resolve().parent
 # What only launches, finds or describes kernels: no bit of an object depends on it.
-_HOST_ONLY = frozenset({"__init__", "backend", "compile", "dense", "estimates", "load", "spec", "toolkit"})
+_HOST_ONLY = frozenset({"__init__", "backend", "compile", "dense", "estimates", "load", "order", "spec", "toolkit"})
 _PATIENCE = 900.0  # seconds that one compilation may take
 _SHOWN = 6  # lines of a log in an error
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")

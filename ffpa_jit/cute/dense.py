@@ -14,13 +14,11 @@ from typing import NamedTuple
 import torch
 
 from ffpa_jit import context, layout
+from ffpa_jit.cute.order import section_of
 from ffpa_jit.cute.schedule import CLUSTER, TILE
 from ffpa_jit.layout import Ints
 
-__all__ = ["forward", "section_of"]
-
-_L2_SHARE = 24 << 20
-"""Bytes of keys and values that the clusters may work on at a time: half of an H200's second-level cache."""
+__all__ = ["forward"]
 
 # The handle without an object around it, where torch is built with CUDA.
 _stream = getattr(torch._C, "_cuda_getCurrentRawStream", None) or (
@@ -35,13 +33,14 @@ def forward(
     value: torch.Tensor,
     *,
     scale: float,
+    is_causal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out laid out as `torch.empty_like(query)`, LSE), by `launch`, a kernel, on the current device and stream.
 
-    Whether it is causal is a property of the kernel.
+    Whether it is causal is a property of the kernel; here it decides the order of the tiles.
     """
     device = query.device
-    form = _form(query.shape, query.stride(), key.shape, key.stride(), value.stride(), device.index)
+    form = _form(query.shape, query.stride(), key.shape, key.stride(), value.stride(), is_causal, device.index)
     out = torch.empty_like(query)
     lse = torch.empty(form.lse_shape, dtype=torch.float32, device=device)
     if form.empty:
@@ -50,7 +49,8 @@ def forward(
     if not form.direct or (places[0] | places[1] | places[2] | places[3]) % 16:
         if not layout.addressable(out.shape, out.stride()):
             query = query.contiguous()  # and with it the output
-        written, lse = forward(launch, *[layout.readable(each) for each in (query, key, value)], scale=scale)
+        tensors = [layout.readable(each) for each in (query, key, value)]
+        written, lse = forward(launch, *tensors, scale=scale, is_causal=is_causal)
         return out.copy_(written), lse
     launch(*places, lse.data_ptr(), *form.numbers, scale, form.section, form.clusters, _stream(device.index))
     return out, lse
@@ -70,8 +70,9 @@ class _Form(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def _form(
-    shape: Ints, stride: Ints, key_shape: Ints, key_stride: Ints, value_stride: Ints, device: int | None
-) -> _Form:
+    shape: Ints, stride: Ints, key_shape: Ints, key_stride: Ints, value_stride: Ints, is_causal: bool,
+    device: int | None,
+) -> _Form:  # fmt: skip
     batch, heads_q, len_q, head_dim = shape
     heads, len_kv = key_shape[1], key_shape[2]
     lse_shape = (batch, heads_q, len_q)
@@ -93,13 +94,9 @@ def _form(
         len_q, len_kv, head_dim,
     )  # fmt: skip
     tiles = -(-len_q * group // TILE) * heads * batch
-    section = section_of(len_kv, head_dim, heads * batch)
-    return _Form(lse_shape, False, direct, numbers, section, min(tiles, _clusters(device)))
-
-
-def section_of(len_kv: int, head_dim: int, heads: int) -> int:
-    """How many key heads are worked on side by side: as many as the cache holds."""
-    return max(1, min(heads, _L2_SHARE // (len_kv * head_dim * 4)))
+    clusters = _clusters(device)
+    section = section_of(heads * batch, group, len_q, len_kv, is_causal, clusters)
+    return _Form(lse_shape, False, direct, numbers, section, min(tiles, clusters))
 
 
 def _clusters(device: int | None) -> int:

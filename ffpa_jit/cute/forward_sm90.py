@@ -2,7 +2,7 @@
 
 The tile. A cluster of two thread blocks makes 128 rows of the output, 64 each; rows are the (query, head) pairs of a
 key head, the heads of a query next to each other, so that a group's heads read their keys once. Clusters are persistent
-and take tiles in an order that keeps the keys of a few heads in L2 (`_tile`), causal ones the longest first.
+and take tiles of a few heads side by side (`order`, `_tile`), causal ones the longest first.
 
 The copies. All keys and values of a tile pass through both thread blocks. Each copies every other 64-column box from L2
 and TMA writes it into both shared memories: without that, 64 rows would need 64 bytes a clock, and L2 gives 37 to each
@@ -66,7 +66,7 @@ SCORE_BARRIER = 1
 
 class Sizes(NamedTuple):
     """`group`: query heads of a key head. `rows`: of a key head. `diagonal`: keys before the first query's own
-    position. `section`: key heads that are worked on side by side. `tiles`, `all_heads`: of all batches."""
+    position. `section`: key heads that are worked on side by side (`order`). `tiles`, `all_heads`: of all batches."""
 
     group: Int32
     heads: Int32

@@ -17,8 +17,7 @@ import threading
 from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_void_p
 from pathlib import Path
 
-import torch
-
+from ffpa_jit import context
 from ffpa_jit.context import refuse_capture
 from ffpa_jit.cuda.driver import CudaError
 
@@ -37,7 +36,7 @@ class Kernel:
 
     def __call__(self, *arguments: float) -> None:
         """Enqueue the kernel on the stream, one of the current device. CudaError; struct.error for wrong arguments."""
-        device = torch.cuda.current_device()
+        device = context.current_device()
         first = device not in self._launched
         if first:
             refuse_capture(f"the first launch of the CuTe-DSL kernel {self._name} on a device")

@@ -200,7 +200,7 @@ def test_of_several_builds_of_the_dsl_the_newest_that_the_driver_can_is_used(tmp
 
 @pytest.fixture
 def on_device_3(monkeypatch):
-    monkeypatch.setattr("torch.cuda.current_device", lambda: 3)
+    monkeypatch.setattr("ffpa_jit.context.current_device", lambda: 3)
 
 
 def test_a_call_hands_over_each_argument_as_its_type(on_device_3):

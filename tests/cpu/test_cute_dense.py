@@ -78,7 +78,7 @@ def test_the_kernel_is_told_where_everything_lies(monkeypatch, q, k, v):
     monkeypatch.setattr(dense, "_clusters", lambda device: 66)
     monkeypatch.setattr(dense, "_stream", lambda device: 0)
     dense._form.cache_clear()
-    out, lse = dense.forward(launch, q, k, v, scale=0.05)
+    out, lse = dense.forward(launch, q, k, v, scale=0.05, is_causal=False)
     expected, log = attend(q, k, v, 0.05)
     assert out.stride() == torch.empty_like(q).stride()
     torch.testing.assert_close(out, expected.to(BF16), atol=1e-2, rtol=1e-2)
@@ -89,20 +89,13 @@ def test_the_kernel_is_told_where_everything_lies(monkeypatch, q, k, v):
 @pytest.mark.parametrize("shape", [(0, 2, 3, 264), (1, 0, 3, 264), (1, 2, 0, 264)])
 def test_an_empty_call_launches_nothing(shape):
     empty = rand(*shape)
-    out, lse = dense.forward(None, empty, empty, empty, scale=1.0)
+    out, lse = dense.forward(None, empty, empty, empty, scale=1.0, is_causal=True)
     assert out.shape == shape
     assert lse.shape == shape[:3]
 
 
 def test_without_keys_the_output_is_zero_and_the_lse_minus_infinity():
     none = rand(1, 2, 0, 264)
-    out, lse = dense.forward(None, rand(1, 2, 3, 264), none, none, scale=1.0)
+    out, lse = dense.forward(None, rand(1, 2, 3, 264), none, none, scale=1.0, is_causal=False)
     assert not out.any()
     assert (lse == -math.inf).all()
-
-
-def test_sections_are_as_many_heads_as_the_cache_holds():
-    assert dense.section_of(8192, 512, 64) == 1
-    assert dense.section_of(1024, 512, 64) == 12
-    assert dense.section_of(64, 264, 3) == 3
-    assert dense.section_of(1 << 20, 512, 8) == 1
