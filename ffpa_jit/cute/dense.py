@@ -40,8 +40,10 @@ def forward(
     Whether it is causal is a property of the kernel; here it decides the order of the tiles.
     """
     device = query.device
-    form = _form(query.shape, query.stride(), key.shape, key.stride(), value.stride(), is_causal, device.index)
     out = torch.empty_like(query)
+    form = _form(
+        query.shape, query.stride(), out.stride(), key.shape, key.stride(), value.stride(), is_causal, device.index
+    )
     lse = torch.empty(form.lse_shape, dtype=torch.float32, device=device)
     if form.empty:
         return out.zero_(), lse.fill_(-math.inf)
@@ -70,7 +72,7 @@ class _Form(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def _form(
-    shape: Ints, stride: Ints, key_shape: Ints, key_stride: Ints, value_stride: Ints, is_causal: bool,
+    shape: Ints, stride: Ints, out_stride: Ints, key_shape: Ints, key_stride: Ints, value_stride: Ints, is_causal: bool,
     device: int | None,
 ) -> _Form:  # fmt: skip
     batch, heads_q, len_q, head_dim = shape
@@ -78,7 +80,6 @@ def _form(
     lse_shape = (batch, heads_q, len_q)
     if 0 in shape or len_kv == 0:
         return _Form(lse_shape, True, True, (), 0, 0)
-    out_stride = torch.empty_like(torch.empty_strided(shape, stride, device="meta")).stride()
     direct = (
         layout.addressable(shape, stride)
         and layout.addressable(shape, out_stride)
