@@ -162,9 +162,14 @@ def ffpa_attn_func(
             raise NotImplementedError(_small_error(window, softcap))
         return sdpa.native(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
 
-    arguments.check_kinds(
-        query, key, value, attn_mask, is_causal=is_causal, enable_gqa=enable_gqa, return_lse=return_lse
-    )
+    if not (
+        type(query) is type(key) is type(value) is Tensor
+        and attn_mask is None
+        and type(is_causal) is type(enable_gqa) is type(return_lse) is bool
+    ):
+        arguments.check_kinds(
+            query, key, value, attn_mask, is_causal=is_causal, enable_gqa=enable_gqa, return_lse=return_lse
+        )
     dropout_p = arguments.probability(dropout_p)
     return_lse = bool(return_lse)
     if is_causal and window != NO_WINDOW:

@@ -286,9 +286,9 @@ flash_attn_backward = torch.ops.ffpa_jit.flash_attn_backward.default
 
 
 @functools.cache
-def _foreign_keys(device_type: str) -> int:
+def _foreign_keys(device: torch.device) -> int:
     """The dispatch keys, as bits, that a plain strided tensor of the device does not have."""
-    return ~int(torch._C._dispatch_keys(torch.empty(0, device=device_type)).raw_repr())
+    return ~int(torch._C._dispatch_keys(torch.empty(0, device=device)).raw_repr())
 
 
 def unwatched(*tensors: torch.Tensor) -> bool:
@@ -311,7 +311,7 @@ def unwatched(*tensors: torch.Tensor) -> bool:
     for tensor in tensors:  # loops, because every call passes here: generators would be half of its time
         if type(tensor) is not torch.Tensor:
             return False
-    foreign = _foreign_keys(tensors[0].device.type)
+    foreign = _foreign_keys(tensors[0].device)
     for tensor in tensors:  # noqa: SIM110
         if torch._C._dispatch_keys(tensor).raw_repr() & foreign:
             return False
