@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ffpa_jit import arguments, dispatch, masks, ops, registry, sdpa, settings
+from ffpa_jit import arguments, dispatch, masks, ops, registry, repeats, sdpa, settings
 from ffpa_jit.backends import NAMES, Backend, resolve
 from ffpa_jit.problem import NO_WINDOW, Call, Mask, Refusal, UnavailableError, batch_shape, device_arch
 
@@ -178,40 +178,34 @@ def ffpa_attn_func(
         # The common case, kept short: what was decided for these shapes is remembered.
         if torch._C._is_any_autocast_enabled():
             query, key, value = arguments.autocast(query), arguments.autocast(key), arguments.autocast(value)
-        shape, device = query.shape, query.device
-        call = Call(
-            shape,
-            key.shape,
-            value.shape,
-            query.dtype,
-            key.dtype,
-            value.dtype,
-            device,
-            key.device,
-            value.device,
-            device_arch(device.type, device.index),
-            None,
-            0.0,
-            bool(is_causal),
-            bool(enable_gqa),
-            (query.requires_grad or key.requires_grad or value.requires_grad) and torch.is_grad_enabled(),
-            return_lse,
-            window,
-            softcap,
+        needs_grad = (query.requires_grad or key.requires_grad or value.requires_grad) and torch.is_grad_enabled()
+        form = repeats.form_of(
+            query, key, value, is_causal, enable_gqa, needs_grad, return_lse, window, softcap, forward, backward
         )
-        plan = _decide_cached(call, forward, backward, settings.workspace_text()).plan
+        known = repeats.find(form)
+        if known is None:
+            call = describe(
+                query, key, value, None, None, 0.0, bool(is_causal), bool(enable_gqa), return_lse, window, softcap
+            )
+            plan = _decide_cached(call, forward, backward, settings.workspace_text()).plan
+            known = repeats.keep(form, plan, needs_grad, window, softcap)
+        elif known.repeat is not None:
+            result = known.repeat(query, key, value, _factor(query, scale))
+            if result is not None:
+                return result if return_lse else result[0]
+        plan = known.plan
         if plan is not None and plan.small:
-            return sdpa.fallback(query, key, value, None, 0.0, call.is_causal, scale, call.enable_gqa)
+            return sdpa.fallback(query, key, value, None, 0.0, bool(is_causal), scale, bool(enable_gqa))
         if (
             plan is not None
             and plan.forward != "sdpa"
             and plan.backward != "sdpa"
-            and shape[0] == key.shape[0] == value.shape[0]
+            and query.shape[0] == key.shape[0] == value.shape[0]
         ):
-            factor = shape[3] ** -0.5 if scale is None else arguments.number("scale", scale)
+            factor = _factor(query, scale)
             try:
                 out, lse = ops.attend(
-                    query, key, value, None, None, factor, call.is_causal, 0.0, *window, softcap,
+                    query, key, value, None, None, factor, bool(is_causal), 0.0, *window, softcap,
                     plan.forward_text, plan.backward_text,
                 )  # fmt: skip
             except UnavailableError:
@@ -219,6 +213,7 @@ def ffpa_attn_func(
                     raise
                 # The long way meets it again, and goes elsewhere.
             else:
+                known.has_run(query, key, value, bool(is_causal))
                 return (out, lse) if return_lse else out
     return _general(
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, forward, backward, return_lse,
@@ -282,7 +277,7 @@ def _general(
     if plan.forward == "sdpa":
         return sdpa.fallback(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, window)
 
-    factor = problem.head_dim**-0.5 if scale is None else arguments.number("scale", scale)
+    factor = _factor(query, scale)
     lead = batch_shape(query.shape, key.shape, value.shape)
     q, k, v = (_to_4d(tensor, lead, problem.batch) for tensor in (query, key, value))
     if mask is not None:
@@ -393,6 +388,10 @@ def explain(
         query, key, value, attn_mask, mask, dropout_p, bool(is_causal), bool(enable_gqa), return_lse, window, softcap
     )
     return dispatch.explain_call(summary, call, forward, backward, _installed(), return_lse)
+
+
+def _factor(query: Tensor, scale: float | None) -> float:
+    return query.shape[-1] ** -0.5 if scale is None else arguments.number("scale", scale)
 
 
 def _is_small(query: Tensor) -> bool:

@@ -19,7 +19,7 @@ import torch
 from ffpa_jit import settings
 from ffpa_jit.problem import NO_WINDOW, Problem, Refusal
 
-__all__ = ["Implementation", "changed", "get", "missing", "on_change", "replaced"]
+__all__ = ["Implementation", "Repeat", "changed", "get", "missing", "on_change", "replaced"]
 
 
 class Implementation(Protocol):
@@ -144,6 +144,14 @@ class Implementation(Protocol):
     def estimate(self, problem: Problem) -> float:
         """About how many microseconds a call that this backend runs takes, launches and backward included."""
         ...
+
+
+Repeat = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], tuple[torch.Tensor, torch.Tensor] | None]
+"""`forward` of query, key, value and scale for calls of one form; None where it cannot run this one.
+
+A backend that has these gives them by a verb besides, `shortcut(query, key, value, *, is_causal)`, for calls without
+mask, dropout, window and softcap whose tensors have these shapes, strides, dtypes and devices, after it has run one.
+"""
 
 
 class _Package(NamedTuple):

@@ -17,6 +17,7 @@ from ffpa_jit.cute.load import Kernel
 from ffpa_jit.cute.schedule import TILE
 from ffpa_jit.cute.spec import ARCHS, HEAD_DIMS, KernelSpec, served_by, spec_for
 from ffpa_jit.problem import NO_WINDOW, Problem, Refusal, UnavailableError, device_arch, shown
+from ffpa_jit.registry import Repeat
 from ffpa_jit.toolchain import BuildError
 
 __all__ = ["BACKEND", "CuTeKernels"]
@@ -76,12 +77,18 @@ class CuTeKernels:
                 "the CuTe-DSL kernels have no mask, dropout, window_size or softcap; use the Triton backend"
             )
         device = query.device
-        spec = spec_for(device_arch(device.type, device.index), query.shape[-1], _name(query.dtype), is_causal)
+        spec = _spec_of(query, is_causal)
         if device.index != context.current_device():
             with torch.cuda.device(device):
                 return self.forward(query, key, value, scale=scale, is_causal=is_causal)
         context.ensure(device)
         return dense.forward(_loaded(spec), query, key, value, scale=float(scale), is_causal=is_causal)
+
+    def shortcut(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, is_causal: bool
+    ) -> Repeat | None:
+        """See `registry.Repeat`."""
+        return dense.repeat(_loaded(_spec_of(query, is_causal)), query, key, value, is_causal=is_causal)
 
     def backward(self, *tensors: torch.Tensor | None, **options: object) -> NoReturn:
         """There is none."""
@@ -125,6 +132,11 @@ def _unsupported(problem: Problem) -> list[Refusal]:
         reason = f"dropout_p is {shown(problem.dropout_p)}; the CuTe-DSL kernels drop nothing, the Triton backend does"
         found.append(Refusal("dropout", reason))
     return found
+
+
+def _spec_of(query: torch.Tensor, is_causal: bool) -> KernelSpec:
+    device = query.device
+    return spec_for(device_arch(device.type, device.index), query.shape[-1], _name(query.dtype), is_causal)
 
 
 _NAMES = {torch.float16: "float16", torch.bfloat16: "bfloat16"}

@@ -18,7 +18,7 @@ from ffpa_jit.cute.order import section_of
 from ffpa_jit.cute.schedule import CLUSTER, TILE
 from ffpa_jit.layout import Ints
 
-__all__ = ["forward"]
+__all__ = ["forward", "repeat"]
 
 # The handle without an object around it, where torch is built with CUDA.
 _stream = getattr(torch._C, "_cuda_getCurrentRawStream", None) or (
@@ -56,6 +56,37 @@ def forward(
         return out.copy_(written), lse
     launch(*places, lse.data_ptr(), *form.numbers, scale, form.section, form.clusters, _stream(device.index))
     return out, lse
+
+
+def repeat(
+    launch: Callable[..., None], query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, is_causal: bool
+) -> Callable[..., tuple[torch.Tensor, torch.Tensor] | None] | None:
+    """`forward` for other tensors with these shapes and strides on this device, as a function of them and the scale.
+
+    None if such calls need copies; that function returns None where an address does, or another device is the current
+    one.
+    """
+    device = query.device
+    strides = query.stride(), torch.empty_like(query).stride()
+    form = _form(query.shape, *strides, key.shape, key.stride(), value.stride(), is_causal, device.index)
+    if form.empty or not form.direct:
+        return None
+    index, lse_shape, numbers = device.index, form.lse_shape, form.numbers
+    rest = form.section, form.clusters
+
+    def run(
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        out = torch.empty_like(query)
+        q, k, v, o = query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr()
+        if (q | k | v | o) % 16 or context.current_device() != index:
+            return None
+        context.ensure(device)
+        lse = torch.empty(lse_shape, dtype=torch.float32, device=device)
+        launch(q, k, v, o, lse.data_ptr(), *numbers, scale, *rest, _stream(index))
+        return out, lse
+
+    return run
 
 
 class _Form(NamedTuple):

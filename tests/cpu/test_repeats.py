@@ -1,0 +1,192 @@
+"""Calls like one before: they skip what was decided, and only that. The kernel is a stand-in that computes, on the CPU,
+what it is told to."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ffpa_jit import attention, context, dispatch, ffpa_attn_func, problem, registry, repeats
+from ffpa_jit.cute import backend as cute
+from ffpa_jit.cute import dense
+from tests.cpu.test_cute_dense import attend, launch, rand
+
+
+class Machine:
+    """Counts what a call passes through."""
+
+    def __init__(self) -> None:
+        self.decided = self.forwards = self.launches = 0
+
+    def launch(self, *arguments):
+        self.launches += 1
+        launch(*arguments)
+
+    @property
+    def since(self) -> tuple[int, int, int]:
+        """(decisions, forwards, launches) since the last time it was asked."""
+        found = self.decided, self.forwards, self.launches
+        self.decided = self.forwards = self.launches = 0
+        return found
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """CPU tensors that the CuTe-DSL backend takes for those of a Hopper GPU."""
+    seen = Machine()
+    for module in (attention, problem, cute):
+        monkeypatch.setattr(module, "device_arch", lambda *device: "sm_90")
+    monkeypatch.setattr(registry, "_loaded", {**registry._loaded, "cutedsl": cute.BACKEND})
+    monkeypatch.setattr(dispatch, "_common_refusals", lambda call: ())
+    monkeypatch.setattr(cute.CuTeKernels, "refusals", lambda self, call, options, *, direction: [])
+    monkeypatch.setattr(cute, "_loaded", lambda spec: seen.launch)
+    monkeypatch.setattr(context, "current_device", lambda: None)
+    monkeypatch.setattr(dense, "_clusters", lambda device: 66)
+    monkeypatch.setattr(dense, "_stream", lambda device: 0)
+    forward, decide = cute.CuTeKernels.forward, dispatch.decide
+
+    def counted_forward(self, *tensors, **options):
+        seen.forwards += 1
+        return forward(self, *tensors, **options)
+
+    def counted_decide(*arguments):
+        seen.decided += 1
+        return decide(*arguments)
+
+    monkeypatch.setattr(cute.CuTeKernels, "forward", counted_forward)
+    monkeypatch.setattr(dispatch, "decide", counted_decide)
+    registry.changed()
+    dense._form.cache_clear()
+    yield seen
+    registry.changed()
+    dense._form.cache_clear()
+
+
+def run(q, k, v, **options):
+    options = {"backend": "cutedsl", "enable_gqa": True, **options}
+    return ffpa_attn_func(q, k, v, return_lse=True, **options)
+
+
+def tensors():
+    return rand(2, 4, 9, 264), rand(2, 2, 7, 264), rand(2, 2, 7, 264)
+
+
+def right(found, q, k, v, scale=264**-0.5):
+    out, lse = attend(q, k, v, scale)
+    torch.testing.assert_close(found[0], out.to(q.dtype), atol=1e-2, rtol=1e-2)
+    torch.testing.assert_close(found[1], lse)
+
+
+def test_a_call_like_one_before_goes_straight_to_the_kernel_with_its_own_numbers(machine):
+    first = tensors()
+    right(run(*first), *first)
+    assert machine.since == (1, 1, 1)
+    for scale in (None, 0.3, 2):
+        again = tensors()
+        found = run(*again, scale=scale)
+        right(found, *again, 264**-0.5 if scale is None else scale)
+        assert found[0].stride() == again[0].stride()
+        assert machine.since == (0, 0, 1)
+
+
+def test_only_the_output_is_returned_where_only_that_is_asked_for(machine):
+    for _ in range(3):
+        q, k, v = tensors()
+        out = ffpa_attn_func(q, k, v, enable_gqa=True, backend="cutedsl")
+        torch.testing.assert_close(out, attend(q, k, v, 264**-0.5)[0].to(q.dtype), atol=1e-2, rtol=1e-2)
+    assert machine.since == (1, 1, 3)
+
+
+def moved(x):
+    """`x` at an address that is no multiple of 16 bytes."""
+    return torch.empty(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape).copy_(x)
+
+
+def test_what_differs_in_more_than_numbers_goes_the_long_way(machine):
+    q, k, v = tensors()
+    run(q, k, v)
+    machine.since  # noqa: B018
+    longer = rand(2, 2, 8, 264)
+    right(run(q, longer, longer), q, longer, longer)
+    assert machine.since == (1, 1, 1)
+    transposed = q.transpose(1, 2).contiguous().transpose(1, 2)
+    right(run(transposed, k, v), q, k, v)
+    assert machine.since == (0, 1, 1)  # the same decision, another launch
+    right(run(moved(q), moved(k), v), q, k, v)
+    assert machine.since == (0, 1, 1)
+    right(run(q, k, v), q, k, v)
+    assert machine.since == (0, 0, 1)
+
+
+def test_gradients_go_the_long_way_and_a_call_without_them_does_not(machine):
+    q, k, v = tensors()
+    run(q, k, v)
+    machine.since  # noqa: B018
+    q.requires_grad_()
+    out, _ = run(q, k, v)
+    assert out.requires_grad
+    assert machine.since == (1, 1, 1)
+    with torch.no_grad():
+        out, _ = run(q, k, v)
+    assert not out.requires_grad
+    assert machine.since == (0, 0, 1)
+
+
+def test_what_changes_the_decision_is_heeded(machine, monkeypatch):
+    q, k, v = tensors()
+    run(q, k, v)
+    run(q, k, v)
+    assert machine.since == (1, 1, 2)
+    monkeypatch.setenv("FFPA_JIT_WORKSPACE_MB", "7")
+    run(q, k, v)
+    assert machine.since[0] == 1
+    registry.changed()
+    run(q, k, v)
+    assert machine.since == (1, 1, 1)
+    monkeypatch.setattr(context, "current_device", lambda: 1)  # and the tensors are on another one
+    monkeypatch.setattr(cute.torch.cuda, "device", lambda device: pytest.fail("the long way"))
+    with pytest.raises(pytest.fail.Exception, match="the long way"):
+        run(q, k, v)
+
+
+def test_an_error_is_the_same_every_time(machine):
+    q, k, v = tensors()
+    for _ in range(3):
+        with pytest.raises(ValueError, match="head dim"):
+            run(q, rand(2, 2, 7, 272), v)
+        with pytest.raises(TypeError, match="scale"):
+            run(q, k, v, scale="0.1")
+    run(q, k, v)
+    with pytest.raises(TypeError, match="scale"):
+        run(q, k, v, scale="0.1")
+    with pytest.raises(TypeError, match="is_causal"):
+        run(q, k, v, is_causal="no")
+
+
+def test_compilers_and_modes_see_the_operator(machine):
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Names(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen: list[str] = []
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    q, k, v = tensors()
+    run(q, k, v)
+    run(q, k, v)
+    with Names() as names:
+        run(q, k, v)
+    assert "ffpa_jit.flash_attn.default" in names.seen
+
+
+def test_no_more_than_so_many_forms_are_kept(machine, monkeypatch):
+    monkeypatch.setattr(repeats, "_MOST", 5)
+    for length in range(1, 20):
+        k = rand(1, 1, length, 264)
+        run(rand(1, 1, 1, 264), k, k)
+        assert len(repeats._known) <= 5
+    assert machine.since == (19, 19, 19)
