@@ -15,7 +15,7 @@ from torch import Tensor
 from ffpa_jit import registry, settings
 from ffpa_jit.backends import Backend
 from ffpa_jit.dispatch import Plan
-from ffpa_jit.problem import NO_WINDOW
+from ffpa_jit.problem import NO_WINDOW, device_arch
 
 __all__ = ["Known", "find", "form_of", "keep"]
 
@@ -53,10 +53,13 @@ def form_of(
 ) -> Hashable:  # fmt: skip
     """All that decides how a call without mask and dropout is run, but for addresses and scale, of tensors that are
     `ops.unwatched`."""
+    # A CUDA device stays what it is; what CPU tensors are depends on a setting, see `device_arch`.
+    arch = None if query.is_cuda else device_arch(query.device.type, query.device.index)
     return (
         query.shape, query.stride(), key.shape, key.stride(), value.shape, value.stride(), query.dtype, key.dtype,
         value.dtype, query.device, key.device, value.device, is_causal, enable_gqa, needs_grad, wants_lse, window,
         softcap, forward, backward, settings.workspace_text(),
+        arch,
     )  # fmt: skip
 
 

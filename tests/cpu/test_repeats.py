@@ -6,9 +6,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ffpa_jit import attention, context, dispatch, ffpa_attn_func, problem, registry, repeats
+from ffpa_jit import attention, context, dispatch, ffpa_attn_func, registry, repeats
 from ffpa_jit.cute import backend as cute
 from ffpa_jit.cute import dense
+from tests.cpu.conftest import ROOT, run_python
 from tests.cpu.test_cute_dense import attend, launch, rand
 
 
@@ -34,7 +35,7 @@ class Machine:
 def machine(monkeypatch):
     """CPU tensors that the CuTe-DSL backend takes for those of a Hopper GPU."""
     seen = Machine()
-    for module in (attention, problem, cute):
+    for module in (attention, repeats, cute):
         monkeypatch.setattr(module, "device_arch", lambda *device: "sm_90")
     monkeypatch.setattr(registry, "_loaded", {**registry._loaded, "cutedsl": cute.BACKEND})
     monkeypatch.setattr(dispatch, "_common_refusals", lambda call: ())
@@ -147,6 +148,27 @@ def test_what_changes_the_decision_is_heeded(machine, monkeypatch):
     monkeypatch.setattr(cute.torch.cuda, "device", lambda device: pytest.fail("the long way"))
     with pytest.raises(pytest.fail.Exception, match="the long way"):
         run(q, k, v)
+
+
+TOGGLED = """
+import os, torch
+from ffpa_jit import explain, ffpa_attn_func, repeats
+q, k, v = (torch.randn(1, 1, 5, 264, dtype=torch.float16) for _ in range(3))
+ran = []
+for setting in "10101":
+    os.environ["TRITON_INTERPRET"] = setting
+    for _ in range(2):
+        ffpa_attn_func(q, k, v)
+    form = repeats.form_of(q, k, v, False, False, False, False, (-1, -1), 0.0, None, None)
+    ran.append(repeats.find(form).plan.forward)
+    assert explain(q, k, v).forward == ran[-1]
+print(*ran)
+"""
+
+
+def test_the_interpreter_may_be_turned_on_and_off_between_calls():
+    said = run_python(TOGGLED, unset=(), TRITON_INTERPRET="1", PYTHONPATH=str(ROOT))
+    assert said.split() == ["triton", "sdpa", "triton", "sdpa", "triton"]
 
 
 def test_an_error_is_the_same_every_time(machine):
