@@ -12,7 +12,7 @@ __all__ = ["current_device", "ensure", "processors", "refuse_capture"]
 
 _made = threading.local()
 
-# Without the check that CUDA is initialised, where torch is built with CUDA: for callers that hold a CUDA tensor.
+# Without Python's wrapper, where torch is built with CUDA: callers hold a CUDA tensor, so that all is initialised.
 current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", None) or torch.cuda.current_device
 
 

@@ -288,7 +288,9 @@ flash_attn_backward = torch.ops.ffpa_jit.flash_attn_backward.default
 @functools.cache
 def _foreign_keys(device: torch.device) -> int:
     """The dispatch keys, as bits, that a plain strided tensor of the device does not have."""
-    return ~int(torch._C._dispatch_keys(torch.empty(0, device=device)).raw_repr())
+    with torch.inference_mode(False):  # tensors made in that mode lack the keys for gradients
+        plain = torch.empty(0, device=device)
+    return ~int(torch._C._dispatch_keys(plain).raw_repr())
 
 
 def unwatched(*tensors: torch.Tensor) -> bool:

@@ -112,12 +112,12 @@ class CuTeKernels:
         """About how many microseconds, from `estimates`: the launch, and the products at the kernel's measured rate, as
         if there were never fewer tiles than run at a time. Without the gradients, which are another's."""
         rates = estimates.CAUSAL if problem.is_causal else estimates.FULL
-        rate = rates[served_by(problem.head_dim) or HEAD_DIMS[-1]]
+        head_dim = served_by(problem.head_dim) or HEAD_DIMS[-1]
         heads = problem.batch * problem.heads_kv
         rows = problem.len_q * problem.group()
         filled = max(heads * rows, estimates.PROCESSORS * TILE)
         scores = filled * problem.len_kv * (0.5 if problem.is_causal else 1.0)
-        return estimates.OVERHEAD_US + scores * problem.head_dim * 4.0e-6 / rate
+        return estimates.OVERHEAD_US + scores * head_dim * 4.0e-6 / rates[head_dim]
 
 
 def _unsupported(problem: Problem) -> list[Refusal]:
@@ -143,7 +143,7 @@ _NAMES = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
 
 def _name(dtype: torch.dtype) -> str:
-    return _NAMES.get(dtype, str(dtype))
+    return _NAMES.get(dtype) or str(dtype).removeprefix("torch.")
 
 
 _unloadable: dict[KernelSpec, str] = {}

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain, islice, repeat
-from operator import add
 
 from ffpa_jit.cute.schedule import BLOCK, TILE
 
@@ -23,13 +22,15 @@ __all__ = ["balance", "section_of", "tile_lengths"]
 
 _USUAL = 8
 _TRIED = (_USUAL, 11, 12, 16, 4, 6, 22, 32)
-"""Heads a section; the first few differ in how their tiles divide among any number of clusters."""
+"""Heads a section, and besides all there are up to _MOST; they differ in how their tiles divide among the clusters."""
+
+_MOST = 64
 
 _ENOUGH = 0.985
 _MANY = 16
 _EACH_MORE = 0.0012  # what a head beyond _MANY costs
 _TILE_COST = 1.5  # blocks of keys that would take as long as what a tile does beside its blocks
-_TURNS = 48  # that are looked at: after that, everything repeats
+_TURNS = 128  # that are looked at: an estimate for what has more
 
 
 def section_of(heads: int, group: int, len_q: int, len_kv: int, is_causal: bool, clusters: int) -> int:
@@ -37,11 +38,11 @@ def section_of(heads: int, group: int, len_q: int, len_kv: int, is_causal: bool,
     usual = min(_USUAL, heads)
     if not is_causal or heads == 1:
         return usual
-    lengths = tile_lengths(group, len_q, len_kv)
+    lengths = tile_lengths(group, len_q, len_kv, _TURNS * clusters)
     if len(lengths) * heads <= clusters:
         return usual
     best, most = usual, 0.0
-    for section in dict.fromkeys(min(each, heads) for each in _TRIED):
+    for section in dict.fromkeys(min(each, heads) for each in (*_TRIED, _MOST if heads > _MOST else heads)):
         score = balance(lengths, heads, section, clusters) * (1 - _EACH_MORE * max(0, section - _MANY))
         if score > most:
             best, most = section, score
@@ -50,11 +51,11 @@ def section_of(heads: int, group: int, len_q: int, len_kv: int, is_causal: bool,
     return best
 
 
-def tile_lengths(group: int, len_q: int, len_kv: int) -> list[float]:
-    """How long the row tiles of a key head take in a causal call, in blocks of keys, the longest first."""
+def tile_lengths(group: int, len_q: int, len_kv: int, most: int) -> list[float]:
+    """How long the row tiles of a key head take in a causal call, in blocks of keys: `most` of them, longest first."""
     rows = len_q * group
     tiles = -(-rows // TILE)
-    lasts = (min((tile + 1) * TILE, rows) - 1 for tile in reversed(range(tiles)))
+    lasts = (min((tile + 1) * TILE, rows) - 1 for tile in reversed(range(max(0, tiles - most), tiles)))
     return [-(-max(last // group + 1 + len_kv - len_q, 1) // BLOCK) + _TILE_COST for last in lasts]
 
 
@@ -63,9 +64,6 @@ def balance(lengths: Sequence[float], heads: int, section: int, clusters: int) -
     widths = (min(section, heads - first) for first in range(0, heads, section))
     in_order = chain.from_iterable(repeat(length, width) for width in widths for length in lengths)
     tiles = list(islice(in_order, _TURNS * clusters))
-    work = [0.0] * clusters
-    for turn, first in enumerate(range(0, len(tiles), clusters)):
-        taken = tiles[first : first + clusters]
-        taken += [0.0] * (clusters - len(taken))
-        work = list(map(add, work, reversed(taken) if turn % 2 else taken))
+    pair = 2 * clusters  # there and back
+    work = [sum(tiles[each::pair]) + sum(tiles[pair - 1 - each :: pair]) for each in range(clusters)]
     return sum(work) / clusters / max(work)

@@ -171,6 +171,17 @@ def test_the_interpreter_may_be_turned_on_and_off_between_calls():
     assert said.split() == ["triton", "sdpa", "triton", "sdpa", "triton"]
 
 
+def test_a_first_call_in_inference_mode_spoils_no_later_one():
+    """What a plain tensor looks like was learnt from one made there, which lacks the keys for gradients."""
+    said = run_python(
+        "import torch; from ffpa_jit import ops\n"
+        "with torch.inference_mode(): print(ops.unwatched(torch.zeros(2)))\n"
+        "print(ops.unwatched(torch.zeros(2)), ops.unwatched(torch.zeros(2, requires_grad=True)))",
+        PYTHONPATH=str(ROOT),
+    )
+    assert said.split() == ["True"] * 3
+
+
 def test_an_error_is_the_same_every_time(machine):
     q, k, v = tensors()
     for _ in range(3):

@@ -226,7 +226,7 @@ ARRANGED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "offset by eight": lambda x: moved(x, x.shape, x.stride(), 8),
     "odd heads": lambda x: moved(x, x.shape, (x.stride(0) + 30, x.stride(1) + 3, *x.stride()[2:])),
 }
-KINDS = [(head_dim, dtype) for head_dim, dtype in MATRIX if head_dim in (264, 512, 640)]
+KINDS = [(head_dim, dtype) for head_dim, dtype in MATRIX if head_dim in (264, 512, 576, 640)]
 
 
 @pytest.mark.parametrize(("head_dim", "dtype"), KINDS, ids=str)
