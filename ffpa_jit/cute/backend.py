@@ -157,8 +157,19 @@ def _loaded(spec: KernelSpec) -> Kernel:
     except (BuildError, kernels.DslMissing) as error:  # compile.py remembers these
         raise UnavailableError(str(error)) from error
     except OSError as error:
-        _unloadable[spec] = f"loading {spec.slug} failed: {error}"
+        _unloadable[spec] = f"loading {spec.slug} failed: {error}{_others()}"
         raise UnavailableError(_unloadable[spec]) from error
+
+
+def _others() -> str:
+    """What may be why, where the process sees GPUs of several kinds: loading puts a kernel on all of them."""
+    seen = {torch.cuda.get_device_name(each) for each in range(torch.cuda.device_count())}
+    if len(seen) < 2:
+        return ""
+    return (
+        f". It is loaded on every GPU that the process sees ({', '.join(sorted(seen))}): if some are not for it, "
+        "hide them with CUDA_VISIBLE_DEVICES"
+    )
 
 
 def _out_of_reach(arch: str, head_dim: int, dtype: str, is_causal: bool) -> str | None:

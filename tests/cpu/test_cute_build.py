@@ -242,6 +242,10 @@ def test_what_cannot_be_loaded_makes_the_backend_unavailable_and_then_refuse(com
         cute_backend._loaded(SPEC)
     refused = cute_backend.BACKEND.refusals(gpu_problem(is_causal=True), None, direction="forward")
     assert [refusal.code for refusal in refused] == ["toolchain"]
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 3)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda each: ("NVIDIA H100", "NVIDIA L4", "NVIDIA L4")[each])
+    with pytest.raises(UnavailableError, match=r"no driver\. .*NVIDIA H100, NVIDIA L4.*CUDA_VISIBLE_DEVICES"):
+        cute_backend._loaded(SPEC)
     compiler.says = "error: no"
     with pytest.raises(UnavailableError, match="error: no"):
         cute_backend._loaded(spec_for("sm_90", 320, "bf16", True))

@@ -14,8 +14,9 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from ffpa_jit import explain, ffpa_attn_func
+from ffpa_jit import explain, ffpa_attn_func, registry
 from ffpa_jit.cute import compile as kernels
+from ffpa_jit.cute import dense
 from ffpa_jit.cute.spec import HEAD_DIMS, served_by
 from tests import oracle
 from tests.gpu.cute import BF16, FP16, attend, on_hopper, run_and_check, same
@@ -114,6 +115,30 @@ def test_nothing_is_compiled_or_loaded_again_for_other_lengths_batches_heads_or_
         shape = Shape(1 + i % 3, 2 + 2 * i, 2, 1 + 31 * i, 700 - 13 * i, head_dim)
         q, k, v, _ = make(shape, BF16, "cuda", layout=("contiguous", "bshd")[i % 2])
         run_and_check(q, k, v, scale=0.01 * i)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_calls_like_one_before_are_launched_at_once_and_compute_their_own_numbers(monkeypatch, is_causal):
+    shape, forwards, forward = Shape(2, 6, 2, 130, 333, 512), [], dense.forward
+
+    def counted(launch, query, *tensors, **options):
+        forwards.append(query.shape)
+        return forward(launch, query, *tensors, **options)
+
+    registry.changed()
+    monkeypatch.setattr(dense, "forward", counted)
+    stream = torch.cuda.Stream()
+    for i in range(6):
+        q, k, v, _ = make(shape, BF16, "cuda", layout="bshd", seed=i)
+        torch.cuda.synchronize()
+        with torch.cuda.stream(stream if i % 2 else torch.cuda.default_stream()):
+            run_and_check(q, k, v, is_causal=is_causal, scale=(None, 0.1, -0.2)[i % 3])
+        torch.cuda.synchronize()
+    assert len(forwards) == 1
+    unaligned = torch.empty(q.numel() + 1, dtype=BF16, device="cuda")[1:].view(q.shape).copy_(q)
+    run_and_check(unaligned, k.contiguous(), v.contiguous(), is_causal=is_causal)
+    run_and_check(unaligned.clone(), k.contiguous(), v.contiguous(), is_causal=is_causal)
+    assert len(forwards) > 1
 
 
 # Gradients, compilation, graphs.
