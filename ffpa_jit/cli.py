@@ -100,14 +100,14 @@ def info(json_: bool) -> None:
 @click.option("--dropout", type=float, default=0.0, show_default=True, help="Its probability.")
 @click.option("--grad", is_flag=True, help="The inputs require gradients.")
 @click.option("--arch", help="As on this architecture, such as sm_90; default: the GPU here, else the CPU.")
-@click.option("--backend", type=click.Choice(NAMES), help="As with this backend=.")
+@click.option("--backend", type=click.Choice((*NAMES, "cute")), help="As with this backend=; cute is cutedsl.")
 @as_json
 def explain(
     headdim: int, heads: int, kv_heads: int | None, batch: int, len_q: int, len_kv: int | None, dtype: str,
     causal: bool, mask: bool, dropout: float, grad: bool, arch: str | None, backend: str | None, json_: bool,
 ) -> None:  # fmt: skip
     """Tell which backend would run a call, and why not the others. Exit code 1 if the call would raise."""
-    from ffpa_jit.warm import local_archs, plain_arch
+    from ffpa_jit.warm import SYNONYMS, local_archs, plain_arch
 
     if arch is None:
         try:
@@ -119,7 +119,7 @@ def explain(
     found = report.explain_on(
         arch, head_dim=headdim, heads=heads, kv_heads=kv_heads or heads, batch=batch, len_q=len_q,
         len_kv=len_q if len_kv is None else len_kv, dtype=dtype, causal=causal, mask=mask, dropout=dropout, grad=grad,
-        backend=backend,
+        backend=None if backend is None else SYNONYMS.get(backend, backend),
     )  # fmt: skip
     if json_:
         print_json(found.to_dict())

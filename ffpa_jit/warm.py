@@ -106,7 +106,7 @@ def warm(
     exception: look at `Result.how`.
     """
     archs = _plain(_several(arch)) if arch is not None else local_archs()
-    names = list(dict.fromkeys(_SYNONYMS.get(name, name) for name in _several(backend)))
+    names = list(dict.fromkeys(SYNONYMS.get(name, name) for name in _several(backend)))
     units, skipped = _units(_several(head_dim), _several(dtype), _several(acc), _several(stages), archs, names)
     if jobs is not None and jobs < 1:
         raise ValueError(f"jobs={jobs}: it must be at least 1")
@@ -167,7 +167,7 @@ def _nothing_kept(root: Path | None, reason: str) -> str:
 
 
 _NAMES = {"cuda": "CUDA", "triton": "Triton", "cutedsl": "CuTe-DSL"}
-_SYNONYMS = {"cute": "cutedsl"}
+SYNONYMS = {"cute": "cutedsl"}
 _GROUPS = {"cutedsl": "cute"}  # of the cache, where they are not called as the backend
 
 

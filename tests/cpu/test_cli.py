@@ -394,8 +394,9 @@ def test_explain_is_of_the_architecture_that_was_named():
     assert problem._cuda_arch is asked, "put back afterwards"
 
 
-def test_explain_of_a_call_that_raises_exits_1():
-    done = run("explain", "--headdim", 512, "--arch", "sm_80", "--backend", "cutedsl")
+@pytest.mark.parametrize("name", ["cutedsl", "cute"])
+def test_explain_of_a_call_that_raises_exits_1(name):
+    done = run("explain", "--headdim", 512, "--arch", "sm_80", "--backend", name)
     assert done.exit_code == 1
     assert "raises: NotImplementedError" in done.stdout
 
