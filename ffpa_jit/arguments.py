@@ -23,6 +23,7 @@ __all__ = [
     "check_flag",
     "check_kinds",
     "check_tensors",
+    "factor",
     "foreign",
     "number",
     "probability",
@@ -107,8 +108,7 @@ def check_kinds(query: object, key: object, value: object, attn_mask: object, **
         if not isinstance(tensor, Tensor) and (tensor is not None or name != "attn_mask"):
             raise TypeError(f"{name} must be a tensor, not {type(tensor).__name__}")
     for name, flag in flags.items():
-        if flag is not True and flag is not False:
-            check_flag(name, flag)
+        check_flag(name, flag)
 
 
 def check_flag(name: str, value: object) -> None:
@@ -138,6 +138,11 @@ def number(name: str, value: Any) -> float:
         return float(value)
     except (TypeError, ValueError):
         raise TypeError(f"{name} must be a number or None, not {type(value).__name__}") from None
+
+
+def factor(name: str, scale: Any, head_dim: int) -> float:
+    """What the scores are multiplied by: a scale as `number` takes it, 1 / sqrt(head_dim) for None."""
+    return head_dim**-0.5 if scale is None else number(name, scale)
 
 
 def softcap(value: Any) -> float:

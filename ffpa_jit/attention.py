@@ -190,7 +190,7 @@ def ffpa_attn_func(
             plan = _decide_cached(call, forward, backward, settings.workspace_text()).plan
             known = repeats.keep(form, plan, needs_grad, window, softcap)
         elif known.repeat is not None:
-            result = known.repeat(query, key, value, _factor(query, scale))
+            result = known.repeat(query, key, value, arguments.factor("scale", scale, query.shape[-1]))
             if result is not None:
                 return result if return_lse else result[0]
         plan = known.plan
@@ -202,7 +202,7 @@ def ffpa_attn_func(
             and plan.backward != "sdpa"
             and query.shape[0] == key.shape[0] == value.shape[0]
         ):
-            factor = _factor(query, scale)
+            factor = arguments.factor("scale", scale, query.shape[-1])
             try:
                 out, lse = ops.attend(
                     query, key, value, None, None, factor, bool(is_causal), 0.0, *window, softcap,
@@ -277,7 +277,7 @@ def _general(
     if plan.forward == "sdpa":
         return sdpa.fallback(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, window)
 
-    factor = _factor(query, scale)
+    factor = arguments.factor("scale", scale, query.shape[-1])
     lead = batch_shape(query.shape, key.shape, value.shape)
     q, k, v = (_to_4d(tensor, lead, problem.batch) for tensor in (query, key, value))
     if mask is not None:
@@ -388,10 +388,6 @@ def explain(
         query, key, value, attn_mask, mask, dropout_p, bool(is_causal), bool(enable_gqa), return_lse, window, softcap
     )
     return dispatch.explain_call(summary, call, forward, backward, _installed(), return_lse)
-
-
-def _factor(query: Tensor, scale: float | None) -> float:
-    return query.shape[-1] ** -0.5 if scale is None else arguments.number("scale", scale)
 
 
 def _is_small(query: Tensor) -> bool:

@@ -86,7 +86,7 @@ def ffpa_attn_backward(
         raise described.kind(described.message)
     _check_results(query, query.shape[:3], grad_out=grad_out, out=out, lse=lse, grad_lse=grad_lse)
     chosen = _of_more_keys(dispatch.plan_backward(described, side("backend", "backward", backend)))
-    factor = described.head_dim**-0.5 if scale is None else arguments.number("scale", scale)
+    factor = arguments.factor("scale", scale, described.head_dim)
     if mask is not None:
         mask = masks.to_4d(mask, query.shape[:1], query.shape[0])
     inputs = (
@@ -139,7 +139,7 @@ def ffpa_attn_varlen_backward(
     _check_results(q, (q.shape[1], q.shape[0]), grad_out=grad_out, out=out, lse=lse, grad_lse=grad_lse)
     chosen = _of_more_keys(dispatch.plan_backward(problem, side("backend", "backward", backend)))
     max_q, max_k = varlen.bounds(q, k, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    factor = problem.head_dim**-0.5 if softmax_scale is None else arguments.number("softmax_scale", softmax_scale)
+    factor = arguments.factor("softmax_scale", softmax_scale, problem.head_dim)
     inputs = (
         grad_out, grad_lse, q, k, v, cu_seqlens_q.contiguous(), cu_k.contiguous(), None, out, lse, max_q, max_k, factor,
         problem.is_causal, 0.0, *problem.window, problem.softcap, [*_needs(needs)], chosen,

@@ -58,8 +58,7 @@ def form_of(
     return (
         query.shape, query.stride(), key.shape, key.stride(), value.shape, value.stride(), query.dtype, key.dtype,
         value.dtype, query.device, key.device, value.device, is_causal, enable_gqa, needs_grad, wants_lse, window,
-        softcap, forward, backward, settings.workspace_text(),
-        arch,
+        softcap, forward, backward, settings.workspace_text(), arch,
     )  # fmt: skip
 
 

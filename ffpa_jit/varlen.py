@@ -105,7 +105,7 @@ def ffpa_attn_varlen_func(
         (q, k, v), cu_seqlens_q, cu_k, causal, enable_gqa, window_size, softcap, dropout_p, bool(return_lse)
     )
     max_q, max_k = bounds(q, k, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    scale = problem.head_dim**-0.5 if softmax_scale is None else arguments.number("softmax_scale", softmax_scale)
+    scale = arguments.factor("softmax_scale", softmax_scale, problem.head_dim)
     tensors = q, k, v, cu_seqlens_q.contiguous(), cu_k.contiguous()
     options = max_q, max_k, scale, problem.is_causal, float(dropout_p), *problem.window, problem.softcap
     rng = None

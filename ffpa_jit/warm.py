@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from ffpa_jit.cute.spec import KernelSpec as CuteSpec
     from ffpa_jit.triton.bundle import TritonSpec
 
-__all__ = ["BACKENDS", "Result", "default_jobs", "local_archs", "plain_arch", "warm"]
+__all__ = ["BACKENDS", "SYNONYMS", "Result", "default_jobs", "local_archs", "plain_arch", "warm"]
 
 _logger = logging.getLogger("ffpa_jit")
 
@@ -168,6 +168,8 @@ def _nothing_kept(root: Path | None, reason: str) -> str:
 
 _NAMES = {"cuda": "CUDA", "triton": "Triton", "cutedsl": "CuTe-DSL"}
 SYNONYMS = {"cute": "cutedsl"}
+"""What commands take for a backend's name besides."""
+
 _GROUPS = {"cutedsl": "cute"}  # of the cache, where they are not called as the backend
 
 

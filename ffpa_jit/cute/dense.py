@@ -44,18 +44,16 @@ def forward(
     form = _form(
         query.shape, query.stride(), out.stride(), key.shape, key.stride(), value.stride(), is_causal, device.index
     )
-    lse = torch.empty(form.lse_shape, dtype=torch.float32, device=device)
     if form.empty:
-        return out.zero_(), lse.fill_(-math.inf)
-    places = query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr()
-    if not form.direct or (places[0] | places[1] | places[2] | places[3]) % 16:
-        if not layout.addressable(out.shape, out.stride()):
-            query = query.contiguous()  # and with it the output
-        tensors = [layout.readable(each) for each in (query, key, value)]
-        written, lse = forward(launch, *tensors, scale=scale, is_causal=is_causal)
-        return out.copy_(written), lse
-    launch(*places, lse.data_ptr(), *form.numbers, scale, form.section, form.clusters, _stream(device.index))
-    return out, lse
+        return out.zero_(), torch.full(form.lse_shape, -math.inf, dtype=torch.float32, device=device)
+    lse = _launch(launch, form, query, key, value, out, scale) if form.direct else None
+    if lse is not None:
+        return out, lse
+    if not layout.addressable(out.shape, out.stride()):
+        query = query.contiguous()  # and with it the output
+    tensors = [layout.readable(each) for each in (query, key, value)]
+    written, lse = forward(launch, *tensors, scale=scale, is_causal=is_causal)
+    return out.copy_(written), lse
 
 
 def repeat(
@@ -71,22 +69,32 @@ def repeat(
     form = _form(query.shape, *strides, key.shape, key.stride(), value.stride(), is_causal, device.index)
     if form.empty or not form.direct:
         return None
-    index, lse_shape, numbers = device.index, form.lse_shape, form.numbers
-    rest = form.section, form.clusters
 
     def run(
         query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        out = torch.empty_like(query)
-        q, k, v, o = query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr()
-        if (q | k | v | o) % 16 or context.current_device() != index:
+        if context.current_device() != device.index:
             return None
         context.ensure(device)
-        lse = torch.empty(lse_shape, dtype=torch.float32, device=device)
-        launch(q, k, v, o, lse.data_ptr(), *numbers, scale, *rest, _stream(index))
-        return out, lse
+        out = torch.empty_like(query)
+        lse = _launch(launch, form, query, key, value, out, scale)
+        return None if lse is None else (out, lse)
 
     return run
+
+
+def _launch(
+    launch: Callable[..., None], form: _Form, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+    out: torch.Tensor, scale: float,
+) -> torch.Tensor | None:  # fmt: skip
+    """Launch for tensors of a form that is `direct`, into `out`; the LSE, or None if an address is not aligned."""
+    q, k, v, o = query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr()
+    if (q | k | v | o) % 16:
+        return None
+    lse = torch.empty(form.lse_shape, dtype=torch.float32, device=out.device)
+    stream = _stream(out.device.index)
+    launch(q, k, v, o, lse.data_ptr(), *form.numbers, scale, form.section, form.clusters, stream)
+    return lse
 
 
 class _Form(NamedTuple):

@@ -21,10 +21,8 @@ from ffpa_jit.cute.schedule import BLOCK, TILE
 __all__ = ["balance", "section_of", "tile_lengths"]
 
 _USUAL = 8
-_TRIED = (_USUAL, 11, 12, 16, 4, 6, 22, 32)
-"""Heads a section, and besides all there are up to _MOST; they differ in how their tiles divide among the clusters."""
-
-_MOST = 64
+_TRIED = (_USUAL, 11, 12, 16, 4, 6, 22, 32, 64)
+"""Heads a section, where there are so many, else all; they differ in how their tiles divide among the clusters."""
 
 _ENOUGH = 0.985
 _MANY = 16
@@ -42,7 +40,7 @@ def section_of(heads: int, group: int, len_q: int, len_kv: int, is_causal: bool,
     if len(lengths) * heads <= clusters:
         return usual
     best, most = usual, 0.0
-    for section in dict.fromkeys(min(each, heads) for each in (*_TRIED, _MOST if heads > _MOST else heads)):
+    for section in dict.fromkeys(min(each, heads) for each in _TRIED):
         score = balance(lengths, heads, section, clusters) * (1 - _EACH_MORE * max(0, section - _MANY))
         if score > most:
             best, most = section, score
