@@ -213,7 +213,7 @@ def ffpa_attn_func(
                     raise
                 # The long way meets it again, and goes elsewhere.
             else:
-                known.has_run(query, key, value, bool(is_causal))
+                known.has_run(query, key, value, out, bool(is_causal))
                 return (out, lse) if return_lse else out
     return _general(
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, forward, backward, return_lse,

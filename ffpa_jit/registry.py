@@ -149,8 +149,9 @@ class Implementation(Protocol):
 Repeat = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], tuple[torch.Tensor, torch.Tensor] | None]
 """`forward` of query, key, value and scale for calls of one form; None where it cannot run this one.
 
-A backend that has these gives them by a verb besides, `shortcut(query, key, value, *, is_causal)`, for calls without
-mask, dropout, window and softcap whose tensors have these shapes, strides, dtypes and devices, after it has run one.
+A backend that has these gives them by a verb besides, `shortcut(query, key, value, out, *, is_causal)`, for calls
+without mask, dropout, window and softcap whose tensors have these shapes, strides, dtypes and devices, after it has run
+one, which gave `out`. The verb and what it returns keep none of these tensors, and make no others beside the results.
 """
 
 

@@ -39,12 +39,13 @@ class Known:
         self.repeat: registry.Repeat | None = None
         self._asked = not plain
 
-    def has_run(self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> None:
-        """To be told of each call that the plan's backend has run: the first time, it is asked for a short way."""
+    def has_run(self, query: Tensor, key: Tensor, value: Tensor, out: Tensor, is_causal: bool) -> None:
+        """To be told of each call that the plan's backend has run, with what it gave: the first time, it is asked for
+        a short way."""
         if not self._asked and self.plan is not None:
             self._asked = True
             shortcut = getattr(registry.get(self.plan.forward), "shortcut", None)
-            self.repeat = None if shortcut is None else shortcut(query, key, value, is_causal=is_causal)
+            self.repeat = None if shortcut is None else shortcut(query, key, value, out, is_causal=is_causal)
 
 
 def form_of(

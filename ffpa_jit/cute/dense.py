@@ -57,16 +57,24 @@ def forward(
 
 
 def repeat(
-    launch: Callable[..., None], query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, is_causal: bool
+    launch: Callable[..., None],
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    is_causal: bool,
 ) -> Callable[..., tuple[torch.Tensor, torch.Tensor] | None] | None:
-    """`forward` for other tensors with these shapes and strides on this device, as a function of them and the scale.
+    """`forward` for other tensors with the shapes and strides of a call's, on this device, as a function of them and
+    the scale. `out`: what the call gave.
 
     None if such calls need copies; that function returns None where an address does, or another device is the current
     one.
     """
     device = query.device
-    strides = query.stride(), torch.empty_like(query).stride()
-    form = _form(query.shape, *strides, key.shape, key.stride(), value.stride(), is_causal, device.index)
+    form = _form(
+        query.shape, query.stride(), out.stride(), key.shape, key.stride(), value.stride(), is_causal, device.index
+    )
     if form.empty or not form.direct:
         return None
 

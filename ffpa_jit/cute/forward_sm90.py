@@ -16,8 +16,8 @@ The warpgroups, for each block of 64 keys j:
     values (2)  O += P_j V_j, each for its columns
 
 S_j and the exponentials of P_j follow each other in one warpgroup, 1024 clocks of tensor cores and about as many of
-everything else at D=512. So P_(j-1) is handed over only towards the end of S_j: its product, 1024 clocks too, then
-fills the time of the exponentials, and not of S_j, and the tensor cores are never without work for long.
+everything else at D=512. So P_(j-1) is handed over only `lead` boxes before the end of S_j: its product, 1024 clocks
+too, then fills the time of the exponentials, and not of S_j, and the tensor cores are never without work for long.
 
 The reference of a row follows its maximum only when that rises by more than a factor of 2^8: until then P is larger
 than 1, which costs bf16 and fp32 sums nothing and fits in fp16. A rise is told to the value warpgroups with P, warp by
@@ -56,9 +56,6 @@ LAZY = 8.0
 
 IN_FLIGHT = 3
 """Boxes of S whose instructions run while the next box is waited for."""
-
-LEAD = 2
-"""Boxes before the end of S_j at which P_(j-1) is handed over. 0 leaves a gap, 4 makes the products compete."""
 
 SCORE_BARRIER = 1
 """The named barrier of the score warpgroup; 0 is `syncthreads`."""
@@ -456,7 +453,7 @@ class Forward:
             if cutlass.const_expr(g >= IN_FLIGHT):
                 warpgroup.wait_group(IN_FLIGHT)
                 self._give_back_key(signals, first, g - IN_FLIGHT, warp)
-            if cutlass.const_expr(g == s.boxes - 1 - LEAD):  # noqa: SIM102  (decided now; the next, on the device)
+            if cutlass.const_expr(g == s.boxes - 1 - s.lead):  # noqa: SIM102  (decided now; the next, on the device)
                 if follows:
                     self._hand_over(signals, count - 1)
         for g in cutlass.range_constexpr(s.boxes - IN_FLIGHT, s.boxes):

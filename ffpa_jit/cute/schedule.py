@@ -41,15 +41,17 @@ class Schedule:
     """One instantiation.
 
     `head_dim`: a multiple of 64. `first`: boxes of the output's columns that the first value warpgroup makes. `held`:
-    boxes of the query in the score warpgroup's registers; the others are in shared memory. `key_stages`: blocks of keys
-    in flight. `slice`: keys of a slice of values, what a value warpgroup takes and gives back at a time; `value_stages`
-    of them are in flight, at least two: one is given back when the next has been taken. `score_registers`,
-    `value_registers`: of a thread.
+    boxes of the query in the score warpgroup's registers; the others are in shared memory. `lead`: boxes of keys before
+    the end of a block's scores at which the block before is handed over. `key_stages`: blocks of keys in flight.
+    `slice`: keys of a slice of values, what a value warpgroup takes and gives back at a time; `value_stages` of them
+    are in flight, at least two: one is given back when the next has been taken. `score_registers`, `value_registers`:
+    of a thread.
     """
 
     head_dim: int
     first: int
     held: int
+    lead: int
     key_stages: int
     slice: int
     value_stages: int
@@ -125,15 +127,15 @@ class Schedule:
         return self.barriers_at + 8 * self.barriers
 
 
-# head_dim, first, held, key_stages, slice, value_stages, score_registers, value_registers; bench/NOTES.md has what was
-# tried beside these.
+# head_dim, first, held, lead, key_stages, slice, value_stages, score_registers, value_registers; what was tried beside
+# these is in bench/NOTES.md.
 _SCHEDULES = {
-    320: Schedule(320, 3, 5, 2, 32, 4, 232, (128, 128)),
-    384: Schedule(384, 3, 6, 2, 32, 3, 216, (136, 136)),
-    448: Schedule(448, 4, 4, 1, 32, 4, 168, (160, 160)),
-    512: Schedule(512, 4, 5, 1, 32, 3, 168, (160, 160)),
-    576: Schedule(576, 6, 2, 1, 16, 4, 128, (224, 136)),
-    640: Schedule(640, 6, 2, 1, 16, 3, 104, (224, 160)),
+    320: Schedule(320, 3, 5, 1, 2, 32, 4, 232, (128, 128)),
+    384: Schedule(384, 3, 6, 1, 2, 32, 3, 216, (136, 136)),
+    448: Schedule(448, 4, 4, 2, 1, 32, 4, 168, (160, 160)),
+    512: Schedule(512, 4, 5, 2, 1, 32, 3, 168, (160, 160)),
+    576: Schedule(576, 6, 2, 1, 1, 16, 4, 128, (224, 136)),
+    640: Schedule(640, 6, 2, 2, 1, 16, 3, 104, (224, 160)),
 }
 
 

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from ffpa_jit.cute.schedule import CLUSTER, Schedule, schedule_of
 from ffpa_jit.cute.spec import HEAD_DIMS
 
-IN_FLIGHT, LEAD = 3, 2  # as in forward_sm90, which cannot be imported without the DSL
+IN_FLIGHT = 3  # as in forward_sm90, which cannot be imported without the DSL
 Waits = Generator[Callable[[], bool], None, None]
 
 
@@ -132,7 +132,7 @@ class Cluster:
                     assert own.keys[first + g] == (count, g)
                     if g >= IN_FLIGHT:
                         self._give_back_key(own, first, g - IN_FLIGHT)
-                    if g == s.boxes - 1 - LEAD and j > 0:
+                    if g == s.boxes - 1 - s.lead and j > 0:
                         self._hand_over(own, count - 1)
                 for g in range(s.boxes - IN_FLIGHT, s.boxes):
                     self._give_back_key(own, first, g)
@@ -211,7 +211,7 @@ def test_a_schedule_is_one_that_the_kernel_can_follow(head_dim):
     schedule = schedule_of(head_dim)
     assert schedule.value_stages >= 2  # a slice is given back when the next has been taken
     assert min(schedule.widths) >= CLUSTER * 64  # each thread block fills a part of every slice, and none runs ahead
-    assert schedule.boxes > max(IN_FLIGHT, LEAD)
+    assert schedule.boxes > max(IN_FLIGHT, schedule.lead)
 
 
 def test_the_model_sees_a_schedule_that_waits_for_itself():

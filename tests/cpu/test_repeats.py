@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ffpa_jit import attention, context, dispatch, ffpa_attn_func, registry, repeats
 from ffpa_jit.cute import backend as cute
@@ -214,6 +215,24 @@ def test_compilers_and_modes_see_the_operator(machine):
     with Names() as names:
         run(q, k, v)
     assert "ffpa_jit.flash_attn.default" in names.seen
+
+
+class Nothing(TorchDispatchMode):
+    """No operation on tensors is allowed."""
+
+    def __torch_dispatch__(self, operation, *rest):
+        raise AssertionError(f"{operation} is run")
+
+
+def test_to_ask_for_a_short_way_takes_no_memory(machine):
+    for q in (rand(2, 4, 9, 264), rand(2, 9, 4, 264).transpose(1, 2), rand(2, 8, 9, 264)[:, ::2]):
+        _, k, v = tensors()
+        out = torch.empty_like(q)
+        with Nothing():  # an output to look at, of a call that fills the memory, was one too many
+            short = cute.BACKEND.shortcut(q, k, v, out, is_causal=False)
+        found = short(q, k, v, 0.1)
+        right(found, q, k, v, 0.1)
+        assert found[0].stride() == out.stride()
 
 
 def test_no_more_than_so_many_forms_are_kept(machine, monkeypatch):
