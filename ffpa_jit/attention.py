@@ -31,9 +31,10 @@ _SMALL = "head dims up to 256 are left to SDPA's own kernels"
 
 @functools.lru_cache(maxsize=4096)
 def _decide_cached(
-    call: Call, forward: Backend | None, backward: Backend | None, workspace: str | None, installed: bool = False
+    call: Call, forward: Backend | None, backward: Backend | None, installed: bool, workspace: str | None, epoch: int
 ) -> dispatch.Decision:
-    """`dispatch.decide`, remembered. `workspace` is part of the key because backends judge a call by it."""
+    """`dispatch.decide`, remembered. `workspace` is part of the key because backends judge a call by it, `epoch`
+    (`registry.epoch`) because they may judge otherwise later."""
     return dispatch.decide(call, forward, backward, installed)
 
 
@@ -174,20 +175,27 @@ def ffpa_attn_func(
     return_lse = bool(return_lse)
     if is_causal and window != NO_WINDOW:
         window = (window[0], -1)
-    if attn_mask is None and dropout_p == 0.0 and query.dim() == 4 and ops.unwatched(query, key, value):
+    if (
+        attn_mask is None
+        and dropout_p == 0.0
+        and query.dim() == key.dim() == value.dim() == 4
+        and ops.unwatched(query, key, value)
+    ):
         # The common case, kept short: what was decided for these shapes is remembered.
         if torch._C._is_any_autocast_enabled():
             query, key, value = arguments.autocast(query), arguments.autocast(key), arguments.autocast(value)
         needs_grad = (query.requires_grad or key.requires_grad or value.requires_grad) and torch.is_grad_enabled()
+        installed, epoch = _installed(), registry.epoch()
         form = repeats.form_of(
-            query, key, value, is_causal, enable_gqa, needs_grad, return_lse, window, softcap, forward, backward
-        )
+            query, key, value, is_causal, enable_gqa, needs_grad, return_lse, window, softcap, forward, backward,
+            installed, epoch,
+        )  # fmt: skip
         known = repeats.find(form)
         if known is None:
             call = describe(
                 query, key, value, None, None, 0.0, bool(is_causal), bool(enable_gqa), return_lse, window, softcap
             )
-            plan = _decide_cached(call, forward, backward, settings.workspace_text()).plan
+            plan = _decide_cached(call, forward, backward, installed, settings.workspace_text(), epoch).plan
             known = repeats.keep(form, plan, needs_grad, window, softcap)
         elif known.repeat is not None:
             result = known.repeat(query, key, value, arguments.factor("scale", scale, query.shape[-1]))
@@ -208,10 +216,8 @@ def ffpa_attn_func(
                     query, key, value, None, None, factor, bool(is_causal), 0.0, *window, softcap,
                     plan.forward_text, plan.backward_text,
                 )  # fmt: skip
-            except UnavailableError:
-                if forward is not None:
-                    raise
-                # The long way meets it again, and goes elsewhere.
+            except UnavailableError as error:
+                dispatch.gave_up(plan.forward, error, named=forward is not None)
             else:
                 known.has_run(query, key, value, out, bool(is_causal))
                 return (out, lse) if return_lse else out
@@ -253,7 +259,7 @@ def _general(
     mask = None if attn_mask is None else _prepared(attn_mask)
     call = describe(query, key, value, attn_mask, mask, dropout_p, is_causal, enable_gqa, return_lse, window, softcap)
     if ops.unwatched(query, key, value):  # sizes are plain ints then
-        decision = _decide_cached(call, forward, backward, settings.workspace_text(), installed)
+        decision = _decide_cached(call, forward, backward, installed, settings.workspace_text(), registry.epoch())
     else:
         decision = dispatch.decide(call, forward, backward, installed)
     rejection, problem, plan = decision
@@ -294,10 +300,7 @@ def _general(
             plan.forward_text, plan.backward_text,
         )  # fmt: skip
     except UnavailableError as error:
-        if forward is not None:
-            raise
-        dispatch.report_unavailable(plan.forward, str(error))
-        registry.changed()  # what was decided without knowing it; the backend now refuses the call
+        dispatch.gave_up(plan.forward, error, named=forward is not None)
         return _general(
             query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, forward, backward, return_lse,
             window, softcap,

@@ -19,7 +19,17 @@ from typing import Any, NamedTuple
 
 from ffpa_jit import registry, sdpa, settings
 from ffpa_jit.backends import DEFAULTS, NAMES, Backend, encode
-from ffpa_jit.problem import MAX_HEAD_DIM, Call, Problem, Refusal, Rejection, describe, dtype_rejection, shown
+from ffpa_jit.problem import (
+    MAX_HEAD_DIM,
+    Call,
+    Problem,
+    Refusal,
+    Rejection,
+    UnavailableError,
+    describe,
+    dtype_rejection,
+    shown,
+)
 
 __all__ = [
     "Decision",
@@ -33,7 +43,6 @@ __all__ = [
     "plan_backward",
     "refusals",
     "report_fallback",
-    "report_unavailable",
 ]
 
 _logger = logging.getLogger("ffpa_jit")
@@ -388,9 +397,14 @@ def report_fallback(direction: str, reasons: dict[str, tuple[Refusal, ...]]) -> 
     _report(direction, tuple(told))
 
 
-def report_unavailable(name: str, reason: str) -> None:
-    """Say that a backend which took a call could not run it, so that from now on others do."""
-    _logger.warning("the %s backend could not run a call that it had taken; others will: %s", name, reason)
+def gave_up(name: str, error: UnavailableError, named: bool) -> None:
+    """To be told that a backend could not run a call that it had taken. What was decided without knowing that is
+    forgotten, since the backend now refuses such calls; if the call named it, `error` is raised, else the log says that
+    from now on others run them."""
+    registry.changed()
+    if named:
+        raise error
+    _logger.warning("the %s backend could not run a call that it had taken; others will: %s", name, error)
 
 
 def _report(direction: str, reasons: Sequence[tuple[str, str, str]]) -> None:

@@ -10,6 +10,7 @@ import contextlib
 import importlib
 import importlib.metadata
 import importlib.util
+import itertools
 import re
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol, cast
@@ -19,7 +20,7 @@ import torch
 from ffpa_jit import settings
 from ffpa_jit.problem import NO_WINDOW, Problem, Refusal
 
-__all__ = ["Implementation", "Repeat", "changed", "get", "missing", "on_change", "replaced"]
+__all__ = ["Implementation", "Repeat", "changed", "epoch", "get", "missing", "on_change", "replaced"]
 
 
 class Implementation(Protocol):
@@ -152,6 +153,7 @@ Repeat = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], tuple[torch
 A backend that has these gives them by a verb besides, `shortcut(query, key, value, out, *, is_causal)`, for calls
 without mask, dropout, window and softcap whose tensors have these shapes, strides, dtypes and devices, after it has run
 one, which gave `out`. The verb and what it returns keep none of these tensors, and make no others beside the results.
+It goes with the `forward` of its class: a derived class with another `forward` has no short way unless it gives one.
 """
 
 
@@ -193,6 +195,8 @@ _MODULES: dict[str, tuple[str, tuple[_Package, ...]]] = {
 _loaded: dict[str, Implementation] = {}
 _absent: dict[str, Refusal] = {}
 _listeners: list[Callable[[], None]] = []
+_epochs = itertools.count(1)
+_epoch = 0
 
 
 def _present(package: str) -> bool:
@@ -259,21 +263,30 @@ def get(name: str) -> Implementation:
     return implementation
 
 
+def epoch() -> int:
+    """Another number after each `changed`: part of the key under which a decision is remembered, and read before it is
+    made, so that one that another thread makes meanwhile, without knowing the change, is not found any more."""
+    return _epoch
+
+
 def on_change(listener: Callable[[], None]) -> None:
-    """Call `listener` whenever `changed` is called, so that decisions made before can go."""
+    """Call `listener` whenever `changed` is called, so that decisions of epochs before take no memory."""
     _listeners.append(listener)
 
 
 def changed() -> None:
     """Say that a backend may refuse other calls than before: it was replaced, or found what it had missed."""
+    global _epoch
     _absent.clear()
+    _epoch = next(_epochs)
     for listener in _listeners:
         listener()
 
 
 @contextlib.contextmanager
 def replaced(name: str, implementation: Implementation) -> Iterator[None]:
-    """Inside the block, `implementation` answers to `name`. For tests and for trying a backend of one's own."""
+    """Inside the block, `implementation` answers to `name`. For tests and for trying a backend of one's own, which may
+    be derived from one of ours."""
     before = _loaded.get(name)
     _loaded[name] = implementation
     changed()

@@ -8,14 +8,15 @@ may give a function of what is left, the tensors and the scale (`registry.Repeat
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import contextlib
+from collections.abc import Callable, Hashable
 
 from torch import Tensor
 
 from ffpa_jit import registry, settings
 from ffpa_jit.backends import Backend
 from ffpa_jit.dispatch import Plan
-from ffpa_jit.problem import NO_WINDOW, device_arch
+from ffpa_jit.problem import NO_WINDOW, UnavailableError, device_arch
 
 __all__ = ["Known", "find", "form_of", "keep"]
 
@@ -44,22 +45,35 @@ class Known:
         a short way."""
         if not self._asked and self.plan is not None:
             self._asked = True
-            shortcut = getattr(registry.get(self.plan.forward), "shortcut", None)
-            self.repeat = None if shortcut is None else shortcut(query, key, value, out, is_causal=is_causal)
+            shortcut = _shortcut_of(registry.get(self.plan.forward))
+            if shortcut is not None:
+                with contextlib.suppress(UnavailableError):  # the call is done, and no later one needs a short way
+                    self.repeat = shortcut(query, key, value, out, is_causal=is_causal)
+
+
+def _shortcut_of(backend: registry.Implementation) -> Callable[..., registry.Repeat | None] | None:
+    """The backend's verb, unless a class that is derived from the verb's has a `forward` of its own."""
+    for kind in type(backend).__mro__:
+        if "shortcut" in vars(kind):
+            return backend.shortcut  # type: ignore[attr-defined, no-any-return]
+        if "forward" in vars(kind):
+            break
+    return None
 
 
 def form_of(
     query: Tensor, key: Tensor, value: Tensor, is_causal: bool, enable_gqa: bool, needs_grad: bool, wants_lse: bool,
-    window: tuple[int, int], softcap: float, forward: Backend | None, backward: Backend | None,
+    window: tuple[int, int], softcap: float, forward: Backend | None, backward: Backend | None, installed: bool,
+    epoch: int,
 ) -> Hashable:  # fmt: skip
     """All that decides how a call without mask and dropout is run, but for addresses and scale, of tensors that are
-    `ops.unwatched`."""
+    `ops.unwatched`. `epoch`: `registry.epoch` before anything was decided."""
     # A CUDA device stays what it is; what CPU tensors are depends on a setting, see `device_arch`.
     arch = None if query.is_cuda else device_arch(query.device.type, query.device.index)
     return (
         query.shape, query.stride(), key.shape, key.stride(), value.shape, value.stride(), query.dtype, key.dtype,
         value.dtype, query.device, key.device, value.device, is_causal, enable_gqa, needs_grad, wants_lse, window,
-        softcap, forward, backward, settings.workspace_text(), arch,
+        softcap, forward, backward, installed, epoch, settings.workspace_text(), arch,
     )  # fmt: skip
 
 

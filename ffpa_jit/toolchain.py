@@ -108,6 +108,11 @@ class BuildError(RuntimeError):
         super().__init__(what, log_text, log)
         self.what, self.log_text, self.log = what, log_text, log
 
+    def again(self) -> BuildError:
+        """The same error, not raised yet: one that was raised and is kept keeps its traceback, and with it the tensors
+        of all callers."""
+        return type(self)(self.what, self.log_text, self.log)
+
     def __str__(self) -> str:
         where = f"\nThe whole log: {self.log}" if self.log is not None else ""
         return f"compiling {self.what} failed: {first_error(self.log_text) or 'there is no output'}{where}"

@@ -118,9 +118,10 @@ def ffpa_attn_varlen_func(
 
 @functools.lru_cache(maxsize=4096)
 def _plan_cached(
-    problem: Problem, forward: Backend | None, backward: Backend | None, workspace: str | None
+    problem: Problem, forward: Backend | None, backward: Backend | None, workspace: str | None, epoch: int
 ) -> dispatch.Plan:
-    """`dispatch.plan`, remembered. `workspace` is part of the key because backends judge a call by it."""
+    """`dispatch.plan`, remembered. `workspace` is part of the key because backends judge a call by it, `epoch`
+    (`registry.epoch`) because they may judge otherwise later."""
     return dispatch.plan(problem, forward, backward)
 
 
@@ -133,17 +134,14 @@ def _run(
     """(out, lse) of the operator's `inputs`, of which the backends are still missing."""
     plain = ops.unwatched(*inputs[:5])
     if plain:  # sizes are plain ints then
-        plan = _plan_cached(problem, forward, backward, settings.workspace_text())
+        plan = _plan_cached(problem, forward, backward, settings.workspace_text(), registry.epoch())
     else:
         plan = dispatch.plan(problem, forward, backward)
     run = ops_varlen.attend if plain else ops_varlen.flash_attn_varlen
     try:
         result: tuple[Tensor, Tensor] = run(*inputs, plan.forward_text, plan.backward_text)
     except UnavailableError as error:
-        if forward is not None:
-            raise
-        dispatch.report_unavailable(plan.forward, str(error))
-        registry.changed()  # what was decided without knowing it; the backend now refuses the call
+        dispatch.gave_up(plan.forward, error, named=forward is not None)
         return _run(problem, forward, backward, inputs)
     return result
 

@@ -85,14 +85,14 @@ def warm(spec: KernelSpec, compiler: Kind | None = None) -> tuple[Entry, str, fl
     chosen = select_compiler(compiler)
     known = _failed.get((spec, chosen.kind))
     if known is not None:
-        raise known.with_traceback(None)
+        raise known.again()
     built: list[float] = []
     try:
         entry = default_cache().get(
             key_of(spec, chosen.ident), _builder(spec, chosen, built), f"the CUDA kernel {spec.slug}"
         )
     except BuildError as error:
-        _failed[spec, chosen.kind] = error
+        _failed[spec, chosen.kind] = error.again()
         raise
     if built and built[0] > 2:
         _logger.info("compiled the CUDA kernel %s in %.1f s into %s", spec.slug, built[0], entry.path)

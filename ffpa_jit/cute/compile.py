@@ -95,14 +95,14 @@ def warm(spec: KernelSpec) -> tuple[Entry, str, float]:
     chosen = _toolkit()
     known = _failed.get(spec)
     if known is not None:
-        raise known.with_traceback(None)
+        raise known.again()
     built: list[float] = []
     try:
         entry = default_cache().get(
             key_of(spec, ident(chosen)), _builder(spec, chosen, built), f"the CuTe-DSL kernel {spec.slug}"
         )
     except BuildError as error:
-        _failed[spec] = error
+        _failed[spec] = error.again()
         raise
     if built and built[0] > 2:
         _logger.info("compiled the CuTe-DSL kernel %s in %.1f s into %s", spec.slug, built[0], entry.path)

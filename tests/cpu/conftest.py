@@ -6,11 +6,13 @@ need the opposite (the compiler, a machine without Triton) start a subprocess.
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -89,3 +91,19 @@ def in_threads(count: int, work: Callable[[], object]) -> None:
     for thread in threads:
         thread.join()
     assert not errors, errors
+
+
+def keeps_tensors(call: Callable[[], object], error: type[Exception]) -> bool:
+    """Whether what a caller of `call` has at hand is still there after `call` has failed with `error`, twice."""
+    held: list[weakref.ref[torch.Tensor]] = []
+
+    def caller() -> None:
+        large = torch.zeros(3)
+        held.append(weakref.ref(large))
+        call()
+
+    for _ in range(2):
+        with pytest.raises(error):
+            caller()
+    gc.collect()
+    return any(each() is not None for each in held)

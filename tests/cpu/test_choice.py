@@ -98,6 +98,7 @@ class _Broken(FakeCUDA):
     def __init__(self) -> None:
         super().__init__()
         self.broken = False
+        self.tried = 0
 
     def refusals(self, problem, options, *, direction):
         if self.broken:
@@ -106,20 +107,62 @@ class _Broken(FakeCUDA):
 
     def forward(self, *tensors, **options):
         self.broken = True
+        self.tried += 1
         raise UnavailableError("its compiler fails")
 
 
-def test_a_backend_that_turns_out_unavailable_hands_the_call_on(warnings_seen):
+@pytest.mark.parametrize("masked", [True, False])  # False: a call whose plan is remembered by itself
+def test_a_backend_that_turns_out_unavailable_hands_the_call_on_and_is_not_tried_again(warnings_seen, masked):
     q, k, v, _ = make(SHAPE, HALF)
     mask = torch.rand(5, 7) > 0.3
     mask[:, 0] = True
-    with registry.replaced("cuda", _Broken()), registry.replaced("triton", Refusing()):
-        out = ffpa_attn_func(q, k, v, attn_mask=mask)
-        torch.testing.assert_close(out.float(), SDPA(q, k, v, attn_mask=mask).float(), rtol=4e-3, atol=4e-3)
+    mask = mask if masked else None
+    broken = _Broken()
+    with registry.replaced("cuda", broken), registry.replaced("triton", Refusing()):
+        for _ in range(3):
+            out = ffpa_attn_func(q, k, v, attn_mask=mask)
+            torch.testing.assert_close(out.float(), SDPA(q, k, v, attn_mask=mask).float(), rtol=4e-3, atol=4e-3)
+        assert len([each for each in warnings_seen if "could not run a call" in each]) == 1
         assert any("its compiler fails" in message for message in warnings_seen)
         assert "its compiler fails" in str(explain(q, k, v, attn_mask=mask))
-    with registry.replaced("cuda", _Broken()), pytest.raises(UnavailableError, match="compiler"):
-        ffpa_attn_func(q, k, v, attn_mask=mask, forward_backend="cuda")
+    assert broken.tried == 1
+    broken = _Broken()
+    with registry.replaced("cuda", broken):
+        with pytest.raises(UnavailableError, match="compiler"):
+            ffpa_attn_func(q, k, v, attn_mask=mask, forward_backend="cuda")
+        for _ in range(2):
+            with pytest.raises(NotImplementedError, match="its compiler fails"):
+                ffpa_attn_func(q, k, v, attn_mask=mask, forward_backend="cuda")
+    assert broken.tried == 1
+
+
+def test_keys_of_other_ranks_than_the_query_are_broadcast_whatever_their_first_size():
+    q = torch.randn(2, 2, 5, 264, dtype=HALF)
+    with registry.replaced("cuda", FakeCUDA()), registry.replaced("triton", Refusing()):
+        for shape in ((2, 7, 264), (2, 1, 2, 7, 264), (1, 2, 7, 264), (2, 2, 7, 264)):
+            for _ in range(2):
+                k, v = (torch.randn(shape, dtype=HALF) for _ in range(2))
+                out, wanted = ffpa_attn_func(q, k, v), SDPA(q.float(), k.float(), v.float())
+                assert out.shape == wanted.shape
+                torch.testing.assert_close(out.float(), wanted, rtol=4e-3, atol=4e-3)
+
+
+def test_installed_as_sdpa_it_judges_calls_of_every_rank_alike(monkeypatch):
+    """A window whose mask is above the cap: SDPA has none, but its caller did not ask for the cap to be heeded."""
+    monkeypatch.setenv("FFPA_JIT_WORKSPACE_MB", "0.001")
+    tensors = make(Shape(1, 2, 2, 64, 64, 264), HALF)[:3]
+    wider = [each[None] for each in tensors]
+    with registry.replaced("cuda", Refusing()), registry.replaced("triton", Refusing()):
+        for _ in range(2):
+            for call in (tensors, wider):
+                with pytest.raises(NotImplementedError, match="WORKSPACE"):
+                    ffpa_attn_func(*call, window_size=(3, 0))
+            with monkeypatch.context() as patch:
+                patch.setattr(F, "scaled_dot_product_attention", ffpa_attn_func)
+                found, expected = (
+                    F.scaled_dot_product_attention(*call, window_size=(3, 0)) for call in (tensors, wider)
+                )
+                torch.testing.assert_close(found, expected[0], rtol=4e-3, atol=4e-3)
 
 
 @pytest.mark.parametrize("dynamic", [None, True])

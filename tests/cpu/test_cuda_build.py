@@ -5,6 +5,7 @@ The compilers are the real ones, on a small source of the same shape as the kern
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import logging
 import os
@@ -24,7 +25,7 @@ from ffpa_jit import context, toolchain
 from ffpa_jit.cuda import build, kernels, load, nvcc, recipe
 from ffpa_jit.cuda.instantiate import KernelSpec, spec_for, tile_of
 from ffpa_jit.toolchain import BuildError, Nvcc, Nvrtc, ToolchainError
-from tests.cpu.conftest import in_threads
+from tests.cpu.conftest import in_threads, keeps_tensors
 
 SPEC = spec_for("sm_90", 512, "bfloat16")
 SOURCES = {
@@ -284,7 +285,7 @@ class Compiled:
         self.builds += 1
         (directory / "build.log").write_text("")
         if self.error is not None:
-            raise self.error
+            raise copy.copy(self.error)  # as a compiler does, a new one each time
         artefact = "kernel.so" if self.kind == "nvcc" else "kernel.cubin"
         (directory / artefact).write_bytes(self.ident.encode())
         return cache_module.Built(artefact, {})
@@ -383,6 +384,13 @@ def test_a_compiler_can_be_asked_for(machine: Machine) -> None:
     machine.has("13.0", "13.0")
     assert kernels.warm(SPEC, "nvrtc")[0].artefact.name == "kernel.cubin"
     assert kernels.warm(SPEC, "nvcc")[0].artefact.name == "kernel.so"
+
+
+def test_a_failed_build_keeps_no_tensor_of_its_callers(machine: Machine) -> None:
+    machine.has(nvcc="13.0")
+    assert machine.nvcc is not None
+    machine.nvcc.error = BuildError("d512", "error: no\n")
+    assert not keeps_tensors(lambda: kernels.warm(SPEC), BuildError)
 
 
 def test_a_failed_build_is_remembered(machine: Machine) -> None:

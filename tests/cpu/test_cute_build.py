@@ -23,7 +23,7 @@ from ffpa_jit.cute import load, toolkit
 from ffpa_jit.cute.spec import HEAD_DIMS, spec_for
 from ffpa_jit.problem import UnavailableError
 from ffpa_jit.toolchain import BuildError
-from tests.cpu.conftest import ROOT
+from tests.cpu.conftest import ROOT, keeps_tensors
 from tests.cpu.fake_dsl import TOOLKIT, Runtime, fake_compiler, gpu_problem, install, own_cache  # noqa: F401  (fixtures)
 
 HERE = toolkit.find()
@@ -173,6 +173,11 @@ def test_a_compilation_that_failed_says_why_once_and_is_not_tried_again(compiler
     assert raised.value.log.read_text().startswith(f"{TOOLKIT.ident} x86-64-v3: {SPEC.slug}\n")
     assert len(compiler.calls) == 1
     assert kernels.available(SPEC).endswith("error: Name `y` is not defined")
+
+
+def test_a_compilation_that_failed_keeps_no_tensor_of_its_callers(compiler):
+    compiler.says = "error: no"
+    assert not keeps_tensors(lambda: kernels.kernel(SPEC), BuildError)
 
 
 def test_of_several_builds_of_the_dsl_the_newest_that_the_driver_can_is_used(tmp_path, monkeypatch):

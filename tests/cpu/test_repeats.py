@@ -3,6 +3,8 @@ what it is told to."""
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -10,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ffpa_jit import attention, context, dispatch, ffpa_attn_func, registry, repeats
 from ffpa_jit.cute import backend as cute
 from ffpa_jit.cute import dense
+from ffpa_jit.problem import Refusal, UnavailableError
 from tests.cpu.conftest import ROOT, run_python
 from tests.cpu.test_cute_dense import attend, launch, rand
 
@@ -151,16 +154,103 @@ def test_what_changes_the_decision_is_heeded(machine, monkeypatch):
         run(q, k, v)
 
 
+class Judge:
+    """Refuses everything once `refuses` is set; a thread called "slow" is held before it may keep what was decided."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.refuses = False
+        self.decided, self.may_go_on = threading.Event(), threading.Event()
+        decide = dispatch.decide
+
+        def slow(*arguments):
+            decision = decide(*arguments)
+            if threading.current_thread().name == "slow":
+                self.decided.set()
+                assert self.may_go_on.wait(60)
+            return decision
+
+        monkeypatch.setattr(dispatch, "decide", slow)
+        monkeypatch.setattr(cute.CuTeKernels, "refusals", self.refusals)
+
+    def refusals(self, backend, problem=None, options=None, *, direction="forward"):
+        return [Refusal("toolchain", "it is gone")] if self.refuses else []
+
+
+def test_a_decision_from_before_a_change_is_not_kept_beyond_it(machine, monkeypatch):
+    judge, (q, k, v) = Judge(monkeypatch), tensors()
+    thread = threading.Thread(target=lambda: run(q, k, v), name="slow")
+    thread.start()
+    assert judge.decided.wait(60)
+    judge.refuses = True
+    registry.changed()
+    judge.may_go_on.set()
+    thread.join()
+    for _ in range(2):
+        with pytest.raises(NotImplementedError, match="it is gone"):
+            run(q, k, v)
+
+
+def test_a_call_in_the_midst_of_a_change_keeps_nothing_from_before(machine, monkeypatch):
+    judge, (q, k, v) = Judge(monkeypatch), tensors()
+    run(q, k, v)
+    seen = []
+
+    def call():
+        with pytest.raises(NotImplementedError, match="it is gone"):
+            run(q, k, v)
+        seen.append(True)
+
+    listeners = list(registry._listeners)
+    monkeypatch.setattr(registry, "_listeners", [call, *(each for old in listeners for each in (old, call))])
+    judge.refuses = True
+    registry.changed()
+    assert len(seen) == len(listeners) + 1
+    call()
+
+
+def test_a_call_that_has_run_does_not_fail_for_its_short_way(machine, monkeypatch):
+    def gone(*tensors, **options):
+        raise UnavailableError("the cache was emptied meanwhile")
+
+    monkeypatch.setattr(dense, "repeat", gone)
+    for _ in range(2):
+        q, k, v = tensors()
+        right(run(q, k, v), q, k, v)
+
+
+def test_a_derived_backend_with_a_forward_of_its_own_has_no_short_way_but_its_own(machine):
+    class Doubled(cute.CuTeKernels):
+        def forward(self, *tensors, **options):
+            out, lse = super().forward(*tensors, **options)
+            return out * 2, lse
+
+    class Both(Doubled):
+        def shortcut(self, query, key, value, out, *, is_causal):
+            short = super().shortcut(query, key, value, out, is_causal=is_causal)
+            return lambda *arguments: (short(*arguments)[0] * 2, short(*arguments)[1])
+
+    q, k, v = tensors()
+    expected = attend(q, k, v, 264**-0.5)[0].to(q.dtype) * 2
+    for kind, launches in ((Doubled, 3), (Both, 5)):
+        machine.since  # noqa: B018
+        with registry.replaced("cutedsl", kind()):
+            for _ in range(3):
+                torch.testing.assert_close(run(q, k, v)[0], expected, atol=2e-2, rtol=1e-2)
+        assert machine.since[2] == launches
+
+
 TOGGLED = """
 import os, torch
-from ffpa_jit import explain, ffpa_attn_func, repeats
+from ffpa_jit import explain, ffpa_attn_func, registry, repeats
 q, k, v = (torch.randn(1, 1, 5, 264, dtype=torch.float16) for _ in range(3))
 ran = []
 for setting in "10101":
     os.environ["TRITON_INTERPRET"] = setting
     for _ in range(2):
         ffpa_attn_func(q, k, v)
-    form = repeats.form_of(q, k, v, False, False, False, False, (-1, -1), 0.0, None, None)
+    form = repeats.form_of(
+        q, k, v, False, False, False, False, (-1, -1), 0.0, None, None, False, registry.epoch()
+    )
     ran.append(repeats.find(form).plan.forward)
     assert explain(q, k, v).forward == ran[-1]
 print(*ran)
