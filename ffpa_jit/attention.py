@@ -196,11 +196,11 @@ def ffpa_attn_func(
                 query, key, value, None, None, 0.0, bool(is_causal), bool(enable_gqa), return_lse, window, softcap
             )
             plan = _decide_cached(call, forward, backward, installed, settings.workspace_text(), epoch).plan
-            known = repeats.keep(form, plan, needs_grad, window, softcap)
+            known = repeats.keep(form, plan, needs_grad, return_lse, window, softcap)
         elif known.repeat is not None:
             result = known.repeat(query, key, value, arguments.factor("scale", scale, query.shape[-1]))
             if result is not None:
-                return result if return_lse else result[0]
+                return result if return_lse else result[0]  # type: ignore[return-value]  (its LSE is no None then)
         plan = known.plan
         if plan is not None and plan.small:
             return sdpa.fallback(query, key, value, None, 0.0, bool(is_causal), scale, bool(enable_gqa))

@@ -147,13 +147,15 @@ class Implementation(Protocol):
         ...
 
 
-Repeat = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], tuple[torch.Tensor, torch.Tensor] | None]
-"""`forward` of query, key, value and scale for calls of one form; None where it cannot run this one.
+Repeat = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], tuple[torch.Tensor, torch.Tensor | None] | None]
+"""`forward` of query, key, value and scale for calls of one form; None where it cannot run this one, and None for an
+LSE that is not wanted.
 
-A backend that has these gives them by a verb besides, `shortcut(query, key, value, out, *, is_causal)`, for calls
-without mask, dropout, window and softcap whose tensors have these shapes, strides, dtypes and devices, after it has run
-one, which gave `out`. The verb and what it returns keep none of these tensors, and make no others beside the results.
-It goes with the `forward` of its class: a derived class with another `forward` has no short way unless it gives one.
+A backend that has these gives them by a verb besides, `shortcut(query, key, value, out, *, is_causal, wants_lse)`, for
+calls without mask, dropout, window and softcap whose tensors have these shapes, strides, dtypes and devices, after it
+has run one, which gave `out`. The verb and what it returns keep none of these tensors, and make no others beside the
+results. It goes with the `forward` of its class: a derived class with another `forward` has no short way unless it
+gives one.
 """
 
 

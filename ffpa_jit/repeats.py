@@ -33,10 +33,11 @@ find = _known.get
 class Known:
     """`plan`: who runs such calls, None if they are to go the long way. `repeat`: the backend's short way, if any."""
 
-    __slots__ = ("_asked", "plan", "repeat")
+    __slots__ = ("_asked", "_wants_lse", "plan", "repeat")
 
-    def __init__(self, plan: Plan | None, plain: bool) -> None:
+    def __init__(self, plan: Plan | None, plain: bool, wants_lse: bool) -> None:
         self.plan = plan
+        self._wants_lse = wants_lse
         self.repeat: registry.Repeat | None = None
         self._asked = not plain
 
@@ -48,7 +49,7 @@ class Known:
             shortcut = _shortcut_of(registry.get(self.plan.forward))
             if shortcut is not None:
                 with contextlib.suppress(UnavailableError):  # the call is done, and no later one needs a short way
-                    self.repeat = shortcut(query, key, value, out, is_causal=is_causal)
+                    self.repeat = shortcut(query, key, value, out, is_causal=is_causal, wants_lse=self._wants_lse)
 
 
 def _shortcut_of(backend: registry.Implementation) -> Callable[..., registry.Repeat | None] | None:
@@ -77,9 +78,12 @@ def form_of(
     )  # fmt: skip
 
 
-def keep(form: Hashable, plan: Plan | None, needs_grad: bool, window: tuple[int, int], softcap: float) -> Known:
+def keep(
+    form: Hashable, plan: Plan | None, needs_grad: bool, wants_lse: bool, window: tuple[int, int], softcap: float
+) -> Known:
     """Remember the plan for a form."""
     if len(_known) >= _MOST:
         _known.clear()
-    known = _known[form] = Known(plan, plain=not needs_grad and window == NO_WINDOW and softcap == 0.0)
+    plain = not needs_grad and window == NO_WINDOW and softcap == 0.0
+    known = _known[form] = Known(plan, plain, wants_lse)
     return known

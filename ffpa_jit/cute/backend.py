@@ -85,10 +85,12 @@ class CuTeKernels:
         return dense.forward(_loaded(spec), query, key, value, scale=float(scale), is_causal=is_causal)
 
     def shortcut(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor, *, is_causal: bool
-    ) -> Repeat | None:
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor, *, is_causal: bool,
+        wants_lse: bool,
+    ) -> Repeat | None:  # fmt: skip
         """See `registry.Repeat`."""
-        return dense.repeat(_loaded(_spec_of(query, is_causal)), query, key, value, out, is_causal=is_causal)
+        kernel = _loaded(_spec_of(query, is_causal))
+        return dense.repeat(kernel, query, key, value, out, is_causal=is_causal, wants_lse=wants_lse)
 
     def backward(self, *tensors: torch.Tensor | None, **options: object) -> NoReturn:
         """There is none."""

@@ -46,8 +46,9 @@ def forward(
     )
     if form.empty:
         return out.zero_(), torch.full(form.lse_shape, -math.inf, dtype=torch.float32, device=device)
-    lse = _launch(launch, form, query, key, value, out, scale) if form.direct else None
-    if lse is not None:
+    if form.direct and _aligned(query, key, value, out):
+        lse = torch.empty(form.lse_shape, dtype=torch.float32, device=device)
+        _launch(launch, form, query, key, value, out, lse.data_ptr(), scale)
         return out, lse
     if not layout.addressable(out.shape, out.stride()):
         query = query.contiguous()  # and with it the output
@@ -64,9 +65,11 @@ def repeat(
     out: torch.Tensor,
     *,
     is_causal: bool,
-) -> Callable[..., tuple[torch.Tensor, torch.Tensor] | None] | None:
+    wants_lse: bool,
+) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None] | None] | None:
     """`forward` for other tensors with the shapes and strides of a call's, on this device, as a function of them and
-    the scale. `out`: what the call gave.
+    the scale, with None for an LSE that is not wanted: an allocation is a tenth of such a call's time. `out`: what the
+    call gave.
 
     None if such calls need copies; that function returns None where an address does, or another device is the current
     one.
@@ -80,29 +83,37 @@ def repeat(
 
     def run(
         query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+    ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
         if context.current_device() != device.index:
             return None
         context.ensure(device)
         out = torch.empty_like(query)
-        lse = _launch(launch, form, query, key, value, out, scale)
-        return None if lse is None else (out, lse)
+        if not _aligned(query, key, value, out):
+            return None
+        lse = torch.empty(form.lse_shape, dtype=torch.float32, device=device) if wants_lse else None
+        _launch(launch, form, query, key, value, out, 0 if lse is None else lse.data_ptr(), scale)
+        return out, lse
 
     return run
 
 
+def _aligned(*tensors: torch.Tensor) -> bool:
+    """Whether all begin at a multiple of 16 bytes."""
+    addresses = 0
+    for tensor in tensors:
+        addresses |= tensor.data_ptr()
+    return addresses % 16 == 0
+
+
 def _launch(
     launch: Callable[..., None], form: _Form, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
-    out: torch.Tensor, scale: float,
-) -> torch.Tensor | None:  # fmt: skip
-    """Launch for tensors of a form that is `direct`, into `out`; the LSE, or None if an address is not aligned."""
-    q, k, v, o = query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr()
-    if (q | k | v | o) % 16:
-        return None
-    lse = torch.empty(form.lse_shape, dtype=torch.float32, device=out.device)
-    stream = _stream(out.device.index)
-    launch(q, k, v, o, lse.data_ptr(), *form.numbers, scale, form.section, form.clusters, stream)
-    return lse
+    out: torch.Tensor, lse: int, scale: float,
+) -> None:  # fmt: skip
+    """Launch for tensors of a form that is `direct`, into `out` and the memory at `lse`, 0 if there is none."""
+    launch(
+        query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr(), lse, *form.numbers, scale, form.section,
+        form.clusters, _stream(out.device.index),
+    )  # fmt: skip
 
 
 class _Form(NamedTuple):

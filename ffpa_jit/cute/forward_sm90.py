@@ -153,7 +153,8 @@ class Forward:
         stream: CUstream,
     ) -> None:  # fmt: skip
         """Launch. Addresses, strides in elements (multiples of 8), sizes; `k_heads`, `k_batches`, `v_heads` and
-        `v_batches` are 1 where the tensor is the same for all. LSE: contiguous fp32. `clusters`: no more than tiles."""
+        `v_batches` are 1 where the tensor is the same for all. `lse`: contiguous fp32, or 0 where no one wants it.
+        `clusters`: no more than tiles."""
         rows = len_q * group
         per_head = (rows + TILE - 1) // TILE
         sizes = Sizes(
@@ -547,7 +548,7 @@ class Forward:
             if lane % 4 == 0:
                 _put(stats.share, buffer * BLOCK + own_row + half * 8, share)
                 head, position, inside = self._place(tile, row + half * 8, sizes)
-                if inside:
+                if inside and lse != 0:
                     line = Int64(tile.batch * (sizes.heads * sizes.group) + head) * sizes.len_q + position
                     _put(cute.make_ptr(Float32, lse + line * 4, cute.AddressSpace.gmem, assumed_align=4), 0, log)
 

@@ -22,9 +22,11 @@ class Machine:
 
     def __init__(self) -> None:
         self.decided = self.forwards = self.launches = 0
+        self.places: list[int] = []
 
     def launch(self, *arguments):
         self.launches += 1
+        self.places.append(arguments[4])
         launch(*arguments)
 
     @property
@@ -100,6 +102,7 @@ def test_only_the_output_is_returned_where_only_that_is_asked_for(machine):
         out = ffpa_attn_func(q, k, v, enable_gqa=True, backend="cutedsl")
         torch.testing.assert_close(out, attend(q, k, v, 264**-0.5)[0].to(q.dtype), atol=1e-2, rtol=1e-2)
     assert machine.since == (1, 1, 3)
+    assert [bool(lse) for lse in machine.places] == [True, False, False]  # where the kernel is to write it
 
 
 def moved(x):
@@ -225,8 +228,8 @@ def test_a_derived_backend_with_a_forward_of_its_own_has_no_short_way_but_its_ow
             return out * 2, lse
 
     class Both(Doubled):
-        def shortcut(self, query, key, value, out, *, is_causal):
-            short = super().shortcut(query, key, value, out, is_causal=is_causal)
+        def shortcut(self, query, key, value, out, **options):
+            short = super().shortcut(query, key, value, out, **options)
             return lambda *arguments: (short(*arguments)[0] * 2, short(*arguments)[1])
 
     q, k, v = tensors()
@@ -319,7 +322,7 @@ def test_to_ask_for_a_short_way_takes_no_memory(machine):
         _, k, v = tensors()
         out = torch.empty_like(q)
         with Nothing():  # an output to look at, of a call that fills the memory, was one too many
-            short = cute.BACKEND.shortcut(q, k, v, out, is_causal=False)
+            short = cute.BACKEND.shortcut(q, k, v, out, is_causal=False, wants_lse=True)
         found = short(q, k, v, 0.1)
         right(found, q, k, v, 0.1)
         assert found[0].stride() == out.stride()

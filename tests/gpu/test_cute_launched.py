@@ -58,6 +58,11 @@ def test_it_needs_no_memory_beside_its_results(shape, layout):
     for call in ("the first", "the second, on its short way"):
         _, over = extra_memory(lambda: attend(q, k, v, is_causal=shape.is_causal))
         assert over <= NEVER_MORE, f"{over} bytes beside the results of {call}"
+    for call in ("the first without an LSE", "the second without an LSE"):
+        (out,), over = extra_memory(
+            lambda: (ffpa_attn_func(q, k, v, is_causal=shape.is_causal, enable_gqa=True, backend="cutedsl"),)
+        )
+        assert over <= NEVER_MORE + (out[..., 0].numel() * 4 if "first" in call else 0), f"{over} bytes, {call}"
 
 
 REPEATED = [
@@ -136,10 +141,18 @@ def test_calls_like_one_before_are_launched_at_once_and_compute_their_own_number
             run_and_check(q, k, v, is_causal=is_causal, scale=(None, 0.1, -0.2)[i % 3])
         torch.cuda.synchronize()
     assert len(forwards) == 1
+    for i in range(6):  # ... and where no LSE is wanted, there is none
+        q, k, v, _ = make(shape, BF16, "cuda", layout="bshd", seed=i)
+        torch.cuda.synchronize()
+        with torch.cuda.stream(stream if i % 2 else torch.cuda.default_stream()):
+            out = ffpa_attn_func(q, k, v, is_causal=is_causal, enable_gqa=True, backend="cutedsl")
+        torch.cuda.synchronize()
+        oracle.check(q, k, v, out=out, is_causal=is_causal)
+    assert len(forwards) == 2
     unaligned = torch.empty(q.numel() + 1, dtype=BF16, device="cuda")[1:].view(q.shape).copy_(q)
     run_and_check(unaligned, k.contiguous(), v.contiguous(), is_causal=is_causal)
     run_and_check(unaligned.clone(), k.contiguous(), v.contiguous(), is_causal=is_causal)
-    assert len(forwards) > 1
+    assert len(forwards) > 2
 
 
 # Gradients, compilation, graphs.
