@@ -200,7 +200,8 @@ def ffpa_attn_func(
         elif known.repeat is not None:
             result = known.repeat(query, key, value, arguments.factor("scale", scale, query.shape[-1]))
             if result is not None:
-                return result if return_lse else result[0]  # type: ignore[return-value]  (its LSE is no None then)
+                out, lse = result
+                return out if lse is None or not return_lse else (out, lse)
         plan = known.plan
         if plan is not None and plan.small:
             return sdpa.fallback(query, key, value, None, 0.0, bool(is_causal), scale, bool(enable_gqa))
