@@ -196,7 +196,7 @@ def ffpa_attn_func(
                 query, key, value, None, None, 0.0, bool(is_causal), bool(enable_gqa), return_lse, window, softcap
             )
             plan = _decide_cached(call, forward, backward, installed, settings.workspace_text(), epoch).plan
-            known = repeats.keep(form, plan, needs_grad, return_lse, window, softcap)
+            known = repeats.keep(form, plan, needs_grad, window, softcap)
         elif known.repeat is not None:
             result = known.repeat(query, key, value, arguments.factor("scale", scale, query.shape[-1]))
             if result is not None:
@@ -220,7 +220,7 @@ def ffpa_attn_func(
             except UnavailableError as error:
                 dispatch.gave_up(plan.forward, error, named=forward is not None)
             else:
-                known.has_run(query, key, value, out, bool(is_causal))
+                known.has_run(query, key, value, out, is_causal=bool(is_causal), wants_lse=return_lse)
                 return (out, lse) if return_lse else out
     return _general(
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, forward, backward, return_lse,

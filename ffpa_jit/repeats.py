@@ -33,15 +33,16 @@ find = _known.get
 class Known:
     """`plan`: who runs such calls, None if they are to go the long way. `repeat`: the backend's short way, if any."""
 
-    __slots__ = ("_asked", "_wants_lse", "plan", "repeat")
+    __slots__ = ("_asked", "plan", "repeat")
 
-    def __init__(self, plan: Plan | None, plain: bool, wants_lse: bool) -> None:
+    def __init__(self, plan: Plan | None, plain: bool) -> None:
         self.plan = plan
-        self._wants_lse = wants_lse
         self.repeat: registry.Repeat | None = None
         self._asked = not plain
 
-    def has_run(self, query: Tensor, key: Tensor, value: Tensor, out: Tensor, is_causal: bool) -> None:
+    def has_run(
+        self, query: Tensor, key: Tensor, value: Tensor, out: Tensor, *, is_causal: bool, wants_lse: bool
+    ) -> None:
         """To be told of each call that the plan's backend has run, with what it gave: the first time, it is asked for
         a short way."""
         if not self._asked and self.plan is not None:
@@ -49,7 +50,7 @@ class Known:
             shortcut = _shortcut_of(registry.get(self.plan.forward))
             if shortcut is not None:
                 with contextlib.suppress(UnavailableError):  # the call is done, and no later one needs a short way
-                    self.repeat = shortcut(query, key, value, out, is_causal=is_causal, wants_lse=self._wants_lse)
+                    self.repeat = shortcut(query, key, value, out, is_causal=is_causal, wants_lse=wants_lse)
 
 
 def _shortcut_of(backend: registry.Implementation) -> Callable[..., registry.Repeat | None] | None:
@@ -78,12 +79,9 @@ def form_of(
     )  # fmt: skip
 
 
-def keep(
-    form: Hashable, plan: Plan | None, needs_grad: bool, wants_lse: bool, window: tuple[int, int], softcap: float
-) -> Known:
+def keep(form: Hashable, plan: Plan | None, needs_grad: bool, window: tuple[int, int], softcap: float) -> Known:
     """Remember the plan for a form."""
     if len(_known) >= _MOST:
         _known.clear()
-    plain = not needs_grad and window == NO_WINDOW and softcap == 0.0
-    known = _known[form] = Known(plan, plain, wants_lse)
+    known = _known[form] = Known(plan, plain=not needs_grad and window == NO_WINDOW and softcap == 0.0)
     return known

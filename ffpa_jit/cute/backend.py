@@ -141,11 +141,8 @@ def _spec_of(query: torch.Tensor, is_causal: bool) -> KernelSpec:
     return spec_for(device_arch(device.type, device.index), query.shape[-1], _name(query.dtype), is_causal)
 
 
-_NAMES = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
-
-
 def _name(dtype: torch.dtype) -> str:
-    return _NAMES.get(dtype) or str(dtype).removeprefix("torch.")
+    return str(dtype).removeprefix("torch.")
 
 
 _unloadable: dict[KernelSpec, str] = {}

@@ -39,15 +39,12 @@ def forward(
 
     Whether it is causal is a property of the kernel; here it decides the order of the tiles.
     """
-    device = query.device
     out = torch.empty_like(query)
-    form = _form(
-        query.shape, query.stride(), out.stride(), key.shape, key.stride(), value.stride(), is_causal, device.index
-    )
+    form = _form_of(query, key, value, out, is_causal)
     if form.empty:
-        return out.zero_(), torch.full(form.lse_shape, -math.inf, dtype=torch.float32, device=device)
+        return out.zero_(), torch.full(form.lse_shape, -math.inf, dtype=torch.float32, device=query.device)
     if form.direct and _aligned(query, key, value, out):
-        lse = torch.empty(form.lse_shape, dtype=torch.float32, device=device)
+        lse = torch.empty(form.lse_shape, dtype=torch.float32, device=query.device)
         _launch(launch, form, query, key, value, out, lse.data_ptr(), scale)
         return out, lse
     if not layout.addressable(out.shape, out.stride()):
@@ -75,9 +72,7 @@ def repeat(
     one.
     """
     device = query.device
-    form = _form(
-        query.shape, query.stride(), out.stride(), key.shape, key.stride(), value.stride(), is_causal, device.index
-    )
+    form = _form_of(query, key, value, out, is_causal)
     if form.empty or not form.direct:
         return None
 
@@ -126,6 +121,13 @@ class _Form(NamedTuple):
     numbers: tuple[int, ...]
     section: int
     clusters: int
+
+
+def _form_of(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor, is_causal: bool) -> _Form:
+    return _form(
+        query.shape, query.stride(), out.stride(), key.shape, key.stride(), value.stride(), is_causal,
+        query.device.index,
+    )  # fmt: skip
 
 
 @functools.lru_cache(maxsize=1024)

@@ -291,8 +291,6 @@ def test_an_error_is_the_same_every_time(machine):
 
 
 def test_compilers_and_modes_see_the_operator(machine):
-    from torch.utils._python_dispatch import TorchDispatchMode
-
     class Names(TorchDispatchMode):
         def __init__(self) -> None:
             super().__init__()
