@@ -7,14 +7,18 @@ exit code is 0 if all is well, 1 if something failed or is wrong, 2 if the comma
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import click
 
 import ffpa_jit
 from ffpa_jit import info as report
+from ffpa_jit import registry
 from ffpa_jit.backends import NAMES
 from ffpa_jit.cli_cache import cache
-from ffpa_jit.console import Group, as_json, listed, print_json, table
+from ffpa_jit.console import Group, as_json, listed, table, tell
+
+_BACKENDS = ", ".join((*registry.names(), *(f"{short} ({name})" for short, name in registry.ALIASES.items())))
 
 
 @click.group(cls=Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -36,35 +40,26 @@ main.add_command(cache)
 @click.option("--stages", callback=listed(int, "numbers"),
               help="CUDA: 1 to 4; default: 2, and 3 on sm_86, 89, 120, 121.")  # fmt: skip
 @click.option("--arch", callback=listed(str, "architectures"), help="As in sm_89,sm_90a; default: the GPUs here.")
-@click.option("--backend", default="cuda,triton,cutedsl", show_default=True, callback=listed(str, "backends"),
-              help="cuda,triton,cute: which kernels.")  # fmt: skip
+@click.option("--backend", callback=listed(str, "backends"), help=f"Of {_BACKENDS}: a list; default: all.")
 @click.option("--jobs", type=click.IntRange(min=1), help="How many at a time; default: as cores and memory allow.")
 @click.option("--dry-run", is_flag=True, help="Compile nothing; tell what is there.")
 @as_json
-def warm(
-    headdim: list[int], dtype: list[str], acc: list[str], stages: list[int] | None, arch: list[str] | None,
-    backend: list[str], jobs: int | None, dry_run: bool, json_: bool,
-) -> None:  # fmt: skip
+def warm(headdim: list[int], json_: bool, **options: Any) -> None:
     """Compile kernels before their first call; with --arch on a machine without a GPU."""
-    from ffpa_jit.warm import Result, local_archs
+    from ffpa_jit.warm import Result
     from ffpa_jit.warm import warm as compile_all
 
     def progress(result: Result, done: int, total: int) -> None:
         click.echo(f"[{done}/{total}] {result.backend} {result.name}: {result.how}"
                    + (f" in {result.seconds:.1f} s" if result.how == "built" else ""), err=True)  # fmt: skip
 
-    if arch is None:
-        try:
-            arch = local_archs()
-        except ValueError:
-            raise click.UsageError("there is no GPU here to compile for; name an architecture: --arch sm_90") from None
     try:
-        results = compile_all(headdim, dtype, acc, stages, arch, backend, jobs, dry_run, progress, load=False)
+        results = compile_all(headdim, progress=progress, load=False, **options)
     except ValueError as error:
         raise click.UsageError(str(error)) from None
     failed = [result for result in results if result.failed]
     if json_:
-        print_json([{**vars(result)} for result in results])
+        tell(json_, [vars(result) for result in results])
     else:
         head = ("backend", "kernel", "result", "seconds")
         table([head, *((r.backend, r.name, r.how, f"{r.seconds:.1f}" if r.how == "built" else "") for r in results)])
@@ -80,14 +75,11 @@ def warm(
 def info(json_: bool) -> None:
     """Tell versions, devices, toolchain, cache, backends and environment; the text to put into a bug report."""
     found = report.collect()
-    if json_:
-        print_json(found)
-    else:
-        click.echo("\n".join(report.lines(found)))
+    tell(json_, found, *report.lines(found))
 
 
 @main.command(short_help="Tell which backend would run a call, and why.")
-@click.option("--headdim", type=click.IntRange(min=1), required=True, help="Of query, key and value.")
+@click.option("--headdim", "head_dim", type=click.IntRange(min=1), required=True, help="Of query, key and value.")
 @click.option("--heads", type=click.IntRange(min=1), default=32, show_default=True, help="Of the query.")
 @click.option("--kv-heads", type=click.IntRange(min=1), help="Of key and value; default: as --heads.")
 @click.option("--batch", type=click.IntRange(min=0), default=1, show_default=True, help="Size of the batch.")
@@ -100,14 +92,11 @@ def info(json_: bool) -> None:
 @click.option("--dropout", type=float, default=0.0, show_default=True, help="Its probability.")
 @click.option("--grad", is_flag=True, help="The inputs require gradients.")
 @click.option("--arch", help="As on this architecture, such as sm_90; default: the GPU here, else the CPU.")
-@click.option("--backend", type=click.Choice((*NAMES, "cute")), help="As with this backend=; cute is cutedsl.")
+@click.option("--backend", type=click.Choice((*NAMES, *registry.ALIASES)), help="As with this backend=.")
 @as_json
-def explain(
-    headdim: int, heads: int, kv_heads: int | None, batch: int, len_q: int, len_kv: int | None, dtype: str,
-    causal: bool, mask: bool, dropout: float, grad: bool, arch: str | None, backend: str | None, json_: bool,
-) -> None:  # fmt: skip
+def explain(arch: str | None, backend: str | None, json_: bool, **sizes: Any) -> None:
     """Tell which backend would run a call, and why not the others. Exit code 1 if the call would raise."""
-    from ffpa_jit.warm import SYNONYMS, local_archs, plain_arch
+    from ffpa_jit.warm import local_archs, plain_arch
 
     if arch is None:
         try:
@@ -116,13 +105,7 @@ def explain(
             click.echo("there is no GPU here, so this is of a call on the CPU; --arch sm_90 is one on a GPU", err=True)
     elif re.fullmatch(r"sm_\d+|gfx\w+", arch := plain_arch(arch)) is None:
         raise click.BadParameter(f"{arch!r} is no architecture such as sm_90 or gfx942", param_hint="--arch")
-    found = report.explain_on(
-        arch, head_dim=headdim, heads=heads, kv_heads=kv_heads or heads, batch=batch, len_q=len_q,
-        len_kv=len_q if len_kv is None else len_kv, dtype=dtype, causal=causal, mask=mask, dropout=dropout, grad=grad,
-        backend=None if backend is None else SYNONYMS.get(backend, backend),
-    )  # fmt: skip
-    if json_:
-        print_json(found.to_dict())
-    else:
-        click.echo(str(found))
+    named = None if backend is None else registry.ALIASES.get(backend, backend)
+    found = report.explain_on(arch, report.Call(backend=named, **sizes))
+    tell(json_, found.to_dict(), str(found))
     raise SystemExit(1 if found.error else 0)

@@ -8,8 +8,9 @@ from typing import Any
 
 import click
 
+from ffpa_jit import registry
 from ffpa_jit.cache import Cache, Entry, default_cache
-from ffpa_jit.console import BYTES, SECONDS, as_json, counted, print_json, size, table
+from ffpa_jit.console import BYTES, SECONDS, as_json, counted, size, table, tell
 
 
 @click.group(short_help="Look after the compiled kernels.")
@@ -30,16 +31,9 @@ def _entry(entry: Entry) -> dict[str, Any]:
 def path(json_: bool) -> None:
     """Print the directory of the compiled kernels (FFPA_JIT_CACHE_DIR)."""
     found = default_cache()
-    if json_:
-        print_json({"path": found.root, "searched_first": list(found.search)})
-    else:
-        click.echo(str(_writable(found)))
-
-
-def _writable(found: Cache) -> Path:
-    if found.root is None:
+    if found.root is None and not json_:
         raise click.ClickException("there is no home directory; set FFPA_JIT_CACHE_DIR")
-    return found.root
+    tell(json_, {"path": found.root, "searched_first": list(found.search)}, str(found.root))
 
 
 def _used(but: str) -> Cache:
@@ -58,7 +52,7 @@ def list_(json_: bool) -> None:
     found = _used("nothing was listed")
     entries = found.entries()
     if json_:
-        print_json([_entry(entry) for entry in entries])
+        tell(json_, [_entry(entry) for entry in entries])
         return
     rows = [
         (each.key.group, each.path.name, size(each.disk_bytes), _age(each.last_used), each.key.compiler,
@@ -90,12 +84,9 @@ def verify(json_: bool) -> None:
     """Check every entry against its hash; exit code 1 if one is bad."""
     found = _used("nothing was checked").verify()
     bad = [(where, wrong) for where, wrong in found if wrong is not None]
-    if json_:
-        print_json([{"path": where, "ok": wrong is None, "error": wrong} for where, wrong in found])
-    else:
-        for where, wrong in bad:
-            click.echo(f"{where}: {wrong}")
-        click.echo(f"{len(found) - len(bad)} good, {len(bad)} bad", err=True)
+    shown = [{"path": where, "ok": wrong is None, "error": wrong} for where, wrong in found]
+    tell(json_, shown, *(f"{where}: {wrong}" for where, wrong in bad))
+    click.echo(f"{len(found) - len(bad)} good, {len(bad)} bad", err=True)
     raise SystemExit(1 if bad else 0)
 
 
@@ -121,10 +112,8 @@ def clear(yes: bool, json_: bool) -> None:
 
 
 def _removed(removed: dict[Path, int], json_: bool) -> None:
-    if json_:
-        print_json([{"path": where, "bytes": count} for where, count in removed.items()])
-    else:
-        click.echo(f"removed {counted(len(removed))}, {size(sum(removed.values()))}")
+    shown = [{"path": where, "bytes": count} for where, count in removed.items()]
+    tell(json_, shown, f"removed {counted(len(removed))}, {size(sum(removed.values()))}")
 
 
 @cache.command(short_help="Write everything to a tar file.")
@@ -141,10 +130,7 @@ def export(file: Path, json_: bool) -> None:
         raise click.ClickException(
             f"{default_cache().root} has nothing to export, so {file} was not written; `ffpa-jit warm` compiles kernels"
         )
-    if json_:
-        print_json([_entry(entry) for entry in written])
-    else:
-        click.echo(f"wrote {counted(len(written))} to {file}")
+    tell(json_, [_entry(entry) for entry in written], f"wrote {counted(len(written))} to {file}")
 
 
 @cache.command(name="import", short_help="Take over what `export` wrote.")
@@ -153,23 +139,14 @@ def export(file: Path, json_: bool) -> None:
 def import_(file: Path, json_: bool) -> None:
     """Take over what `export` wrote. Import only files that you would run: they hold machine code."""
     known: list[Path] = []
-    try:
-        added = default_cache().import_(file, known)
-    except (ValueError, OSError) as error:
-        raise click.ClickException(str(error)) from None
-    left = _place_for_triton()
-    if json_:
-        print_json({"imported": [_entry(entry) for entry in added], "there_already": known, "triton": left})
-    else:
-        already = f", {len(known)} {'was' if len(known) == 1 else 'were'} there already" if known else ""
-        click.echo(f"imported {counted(len(added))}{already}, into {default_cache().root}")
-        for name, why in left.items():
-            click.echo(f"note: {name}: {why}", err=True)
-
-
-def _place_for_triton() -> dict[str, str]:
-    """Put Triton's kernels where Triton looks; those that could not be, with the reason."""
-    from ffpa_jit.triton import bundle
-
-    bundles = [entry for entry in default_cache().entries() if entry.key.group == bundle.GROUP]
-    return {entry.path.name: why for entry, why in bundle.restore_all(bundles)}
+    added = default_cache().import_(file, known)
+    left: dict[str, str] = {}
+    for name in registry.names():
+        left |= registry.described(name).store.install_all(default_cache().entries())
+    already = f", {len(known)} {'was' if len(known) == 1 else 'were'} there already" if known else ""
+    tell(
+        json_, {"imported": [_entry(entry) for entry in added], "there_already": known, "left_out": left},
+        f"imported {counted(len(added))}{already}, into {default_cache().root}",
+    )  # fmt: skip
+    for name, why in left.items():
+        click.echo(f"note: {name}: {why}", err=True)

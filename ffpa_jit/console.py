@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import click
 
-__all__ = ["BYTES", "SECONDS", "as_json", "counted", "listed", "print_json", "size", "table"]
+__all__ = ["BYTES", "SECONDS", "as_json", "counted", "listed", "size", "table", "tell"]
 
 T = TypeVar("T")
 
@@ -64,8 +64,10 @@ BYTES = quantity(
 SECONDS = quantity({"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400, "w": 7 * 86400}, "an age such as 12h, 30d or 4w")
 
 
-def print_json(value: Any) -> None:
-    click.echo(json.dumps(value, indent=2, default=str))
+def tell(json_: bool, value: Any, *lines: str) -> None:
+    """Print `value` as JSON if that is asked for, else the lines."""
+    if json_ or lines:
+        click.echo(json.dumps(value, indent=2, default=str) if json_ else "\n".join(lines))
 
 
 def table(rows: list[tuple[str, ...]]) -> None:

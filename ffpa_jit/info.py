@@ -9,14 +9,15 @@ import platform
 import re
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from ffpa_jit import problem, settings
+from ffpa_jit import problem, settings, toolchain
 from ffpa_jit.console import counted, size
 from ffpa_jit.dispatch import Explanation
+from ffpa_jit.toolchain import Probe
 
-__all__ = ["collect", "explain_on", "lines"]
+__all__ = ["Call", "collect", "explain_on", "lines"]
 
 
 def collect() -> dict[str, Any]:
@@ -69,51 +70,42 @@ def _devices() -> list[dict[str, Any]]:
 
     if not torch.cuda.is_available():
         return []
-    found = []
-    for index in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(index)
-        found.append({
-            "name": properties.name, "arch": problem.device_arch("cuda", index),
-            "memory_gib": round(properties.total_memory / 2**30, 1), "processors": properties.multi_processor_count,
-        })  # fmt: skip
-    return found
+    every = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    return [
+        {"name": each.name, "arch": problem.device_arch("cuda", index),
+         "memory_gib": round(each.total_memory / 2**30, 1), "sms": each.multi_processor_count}
+        for index, each in enumerate(every)
+    ]  # fmt: skip
 
 
 def _toolchain() -> dict[str, Any]:
     """`used`: the compiler that a first call of the CUDA backend would take, in words; `probes`: what was looked for,
-    last the CuTe-DSL backend's."""
-    from ffpa_jit import toolchain
-
-    probes = [
-        {"name": each.name, "found": each.found, "detail": each.detail, "remedy": each.remedy}
-        for each in toolchain.probes()
-    ]
-    return {"used": _compiler(), "probes": [*probes, _dsl()]}
+    last the CuTe DSL backend's."""
+    return {"used": _compiler(), "probes": [asdict(each) for each in (*toolchain.probes(), _dsl())]}
 
 
-def _dsl() -> dict[str, Any]:
-    """The CuTe DSL, as a probe."""
+def _dsl() -> Probe:
+    """The CuTe DSL."""
     from ffpa_jit import registry
     from ffpa_jit.cute import toolkit
 
     absent = registry.missing("cutedsl")
     found = toolkit.find() if absent is None else absent.reason
     if isinstance(found, toolkit.Toolkit):
-        return {"name": "CuTe-DSL", "found": True, "detail": f"{found.ident} in {found.runtime.parent}", "remedy": ""}
+        return Probe("CuTe DSL", True, f"{found.compiler_id} in {found.runtime.parent}", "")
     reason, _, remedy = found.partition(": ")
-    return {"name": "CuTe-DSL", "found": False, "detail": reason, "remedy": remedy}
+    return Probe("CuTe DSL", False, reason, remedy)
 
 
 def _compiler() -> str:
-    from ffpa_jit import toolchain
-    from ffpa_jit.cuda.build import find_compiler
+    from ffpa_jit.cuda.kernels import STORE
 
     try:
-        found, wanted = find_compiler(), settings.compiler()
+        found, wanted = STORE.compiler(), settings.compiler()
     except ValueError as error:
         return f"error: {error}"
     if found is not None:
-        return "used: " + " ".join(found.ident.split()[:2]) + (" (FFPA_JIT_COMPILER)" if wanted else "")
+        return "used: " + " ".join(found.id.split()[:2]) + (" (FFPA_JIT_COMPILER)" if wanted else "")
     if wanted is not None:
         return f"none: FFPA_JIT_COMPILER={wanted}, which cannot be used; unset it, or install what is missing of it"
     return f"none: {toolchain.REMEDY}"
@@ -136,8 +128,7 @@ def _cache() -> dict[str, Any]:
 
 
 def _backends(arch: str | None) -> dict[str, Any]:
-    explanation = explain_on(arch, head_dim=512, heads=32, kv_heads=8, len_q=4096, len_kv=4096, grad=True)
-    return explanation.to_dict()
+    return explain_on(arch, Call(head_dim=512, heads=32, kv_heads=8, grad=True)).to_dict()
 
 
 def _variables() -> dict[str, str]:
@@ -148,27 +139,43 @@ def _variables() -> dict[str, str]:
     return {name: os.environ[name] for name in shown if name in os.environ}
 
 
-def explain_on(
-    arch: str | None, *, head_dim: int, heads: int, kv_heads: int, len_q: int, len_kv: int, dtype: str = "bf16",
-    batch: int = 1, causal: bool = False, mask: bool = False, dropout: float = 0.0, grad: bool = False,
-    backend: str | None = None,
-) -> Explanation:  # fmt: skip
-    """`ffpa_jit.explain` of a call with these sizes on a GPU of `arch`; None: on the CPU. Nothing is allocated."""
+@dataclass(frozen=True)
+class Call:
+    """A call of `ffpa_attn_func` by its sizes. `kv_heads`, `len_kv`: None is as `heads`, `len_q`."""
+
+    head_dim: int
+    heads: int
+    kv_heads: int | None = None
+    len_q: int = 4096
+    len_kv: int | None = None
+    batch: int = 1
+    dtype: str = "bf16"
+    causal: bool = False
+    mask: bool = False
+    dropout: float = 0.0
+    grad: bool = False
+    backend: str | None = None
+
+
+def explain_on(arch: str | None, call: Call) -> Explanation:
+    """`ffpa_jit.explain` of a call on a GPU of `arch`; None: on the CPU. Nothing is allocated."""
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from ffpa_jit.attention import explain
 
     device = "cpu" if arch is None else "cuda"
-    kind = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
+    kind = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[call.dtype]
+    kv_heads = call.heads if call.kv_heads is None else call.kv_heads
+    len_kv = call.len_q if call.len_kv is None else call.len_kv
     with _as_on(arch), FakeTensorMode(), torch.enable_grad():
-        q = torch.empty(batch, heads, len_q, head_dim, dtype=kind, device=device, requires_grad=grad)
-        k, v = (torch.empty(batch, kv_heads, len_kv, head_dim, dtype=kind, device=device, requires_grad=grad)
-                for _ in range(2))  # fmt: skip
-        attn_mask = torch.empty(len_q, len_kv, dtype=torch.bool, device=device) if mask else None
-        found = explain(
-            q, k, v, attn_mask, dropout_p=dropout, is_causal=causal, enable_gqa=heads != kv_heads, backend=backend
+        q, k, v = (
+            torch.empty(call.batch, heads, length, call.head_dim, dtype=kind, device=device, requires_grad=call.grad)
+            for heads, length in ((call.heads, call.len_q), (kv_heads, len_kv), (kv_heads, len_kv))
         )
+        mask = torch.empty(call.len_q, len_kv, dtype=torch.bool, device=device) if call.mask else None
+        found = explain(q, k, v, mask, dropout_p=call.dropout, is_causal=call.causal,
+                        enable_gqa=call.heads != kv_heads, backend=call.backend)  # fmt: skip
     return found if arch is None else replace(found, summary=re.sub(r"\bcuda:\d+", arch, found.summary))
 
 
@@ -192,18 +199,12 @@ def lines(report: dict[str, Any]) -> list[str]:
     shown += [f"  {name}: {value or 'none'}" for name, value in report["versions"].items()]
     shown.append("devices" if report["devices"] else "devices: none")
     shown += _failed(report["devices"]) or [
-        f"  {i}: {each['name']}, {each['arch']}, {each['memory_gib']} GiB, {each['processors']} processors"
+        f"  {i}: {each['name']}, {each['arch']}, {each['memory_gib']} GiB, {each['sms']} SMs"
         for i, each in enumerate(report["devices"])
     ]
     shown.append("toolchain")
-    shown += _failed(report["toolchain"]) or [
-        f"  {report['toolchain']['used']}",
-        *(
-            f"  {'found  ' if each['found'] else 'missing'} {each['name']}: {each['detail']}"
-            + (f" ({each['remedy']})" if each["remedy"] and not each["found"] else "")
-            for each in report["toolchain"]["probes"]
-        ),
-    ]
+    found = report["toolchain"]
+    shown += _failed(found) or [f"  {found['used']}", *(f"  {Probe(**each)}" for each in found["probes"])]
     shown.append("cache")
     cache = report["cache"]
     shown += _failed(cache) or [
@@ -214,10 +215,7 @@ def lines(report: dict[str, Any]) -> list[str]:
     ]
     shown.append("backends, for a training call of D=512")
     backends = report["backends"]
-    if _failed(backends):
-        shown += _failed(backends)
-    else:
-        shown += ["  " + line for line in str(Explanation(**backends)).splitlines()]
+    shown += _failed(backends) or ["  " + line for line in str(Explanation(**backends)).splitlines()]
     shown.append("environment" if report["environment"] else "environment: nothing set")
     shown += [f"  {name}={value}" for name, value in report["environment"].items()]
     return shown

@@ -20,11 +20,15 @@ import sys
 import sysconfig
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 from ffpa_jit import settings
 from ffpa_jit.cache import default_cache
 
-__all__ = ["Missing", "host_compiler", "ninja", "nvrtc", "toolkit", "torch_cuda_major", "version", "wheels", "within"]
+__all__ = [
+    "Missing", "Toolkit", "host_compiler", "ninja", "nvrtc", "toolkit", "torch_cuda_major", "version", "wheels",
+    "within",
+]  # fmt: skip
 
 SYSTEM_INCLUDES = (Path("/usr/include"),)  # where Debian's toolkit keeps what others have in their home
 SYSTEM_LIBRARIES = tuple(
@@ -68,8 +72,21 @@ def torch_cuda_major() -> int | None:
     return int(str(cuda).partition(".")[0]) if cuda else None
 
 
-def toolkit(nvcc: Path) -> tuple[Path, Path, str, str, Path]:
-    """(nvcc itself, home, version, build, directory of the static runtime) of an nvcc, or a link to it or a wrapper."""
+class Toolkit(NamedTuple):
+    """`path`: of nvcc itself. `libraries`: the directory of the static runtime."""
+
+    path: Path
+    home: Path
+    version: str
+    build: str
+    libraries: Path
+
+    def __str__(self) -> str:
+        return f"nvcc {self.version} in {self.home}"
+
+
+def toolkit(nvcc: Path) -> Toolkit:
+    """That of an nvcc, or a link to it or a wrapper."""
     real = Path(os.path.realpath(nvcc))
     if not real.is_file():
         raise Missing(f"there is no {nvcc}")
@@ -85,7 +102,7 @@ def toolkit(nvcc: Path) -> tuple[Path, Path, str, str, Path]:
     known = version(real, _ask_nvcc)
     if known is None:
         raise Missing(f"{real} does not run")
-    return real, home, *known, static
+    return Toolkit(real, home, *known, static)
 
 
 def _behind(wrapper: Path) -> Path:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,7 +14,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from ffpa_jit import locate, settings
-from ffpa_jit.locate import Missing
+from ffpa_jit.build_error import BuildError, first_error
+from ffpa_jit.locate import Missing, Toolkit
 
 __all__ = [
     "REMEDY", "BuildError", "Nvcc", "Nvrtc", "Probe", "ToolchainError", "find_nvcc", "find_nvrtc", "first_error",
@@ -38,6 +38,10 @@ class Probe:
     detail: str
     remedy: str
 
+    def __str__(self) -> str:
+        remedy = f" ({self.remedy})" if self.remedy and not self.found else ""
+        return f"{'found  ' if self.found else 'missing'} {self.name}: {self.detail}{remedy}"
+
 
 @dataclass(frozen=True)
 class Nvcc:
@@ -52,7 +56,7 @@ class Nvcc:
     ninja: Path  # the executable; torch looks for it on PATH only
 
     @property
-    def ident(self) -> str:
+    def compiler_id(self) -> str:
         return f"nvcc {self.version} ({self.build})"
 
 
@@ -65,11 +69,11 @@ class Nvrtc:
     version: str  # "13.0.88"
 
     @property
-    def ident(self) -> str:
+    def compiler_id(self) -> str:
         return f"nvrtc {self.version}"
 
     def __str__(self) -> str:
-        return f"{self.ident} in {self.library.parent}"
+        return f"{self.compiler_id} in {self.library.parent}"
 
 
 class ToolchainError(RuntimeError):
@@ -89,53 +93,12 @@ class ToolchainError(RuntimeError):
             lines = [f"FFPA_JIT_COMPILER={self.wanted} allows no other compiler, and {self.wanted} cannot be used: "
                      f"it needs {_NEEDED[self.wanted]}. Looked for:"]  # fmt: skip
             shown = tuple(each for each in shown if each.name.startswith("NVRTC") == (self.wanted == "nvrtc"))
-        for each in shown:
-            lines.append(f"  {'found  ' if each.found else 'missing'}  {each.name}: {each.detail}")
-            if each.remedy and not each.found:
-                lines.append(f"           -> {each.remedy}")
+        lines += [f"  {each}" for each in shown]
         if self.wanted == "nvrtc":
             lines.append(f"{REMEDY}, or unset FFPA_JIT_COMPILER")
         elif self.wanted:
             lines.append(f"Install what is missing, or unset FFPA_JIT_COMPILER: then NVRTC will do, {REMEDY}")
         return "\n".join(lines)
-
-
-class BuildError(RuntimeError):
-    """A compiler failed on `what`: its first error, and `log`, the file with all of it. The cache keeps that file when
-    it removes the directory of the build, and sets the attribute to where."""
-
-    def __init__(self, what: str, log_text: str, log: Path | None = None) -> None:
-        super().__init__(what, log_text, log)
-        self.what, self.log_text, self.log = what, log_text, log
-
-    def again(self) -> BuildError:
-        """The same error, not raised yet: one that was raised and is kept keeps its traceback, and with it the tensors
-        of all callers."""
-        return type(self)(self.what, self.log_text, self.log)
-
-    def __str__(self) -> str:
-        where = f"\nThe whole log: {self.log}" if self.log is not None else ""
-        return f"compiling {self.what} failed: {first_error(self.log_text) or 'there is no output'}{where}"
-
-
-_ERROR = re.compile(
-    r"\b(fatal )?error\s*(#\S+|[A-Z]+\d+)?\s*:"  # gcc, clang, cudafe++, cicc, ptxas, NVRTC, ninja
-    r"|^\s*#\s*error\b|\b(nvcc|ptxas|nvlink|cicc|fatbinary) fatal\b"
-    r"|undefined reference to|cannot find -l|No space left on device|Cannot allocate memory"
-    r"|[Cc]ommand not found|: not found$|No such file or directory|^Killed\b|died due to signal|Killed signal"
-)
-_FOLLOWS = re.compile(
-    r"collect2: |ld returned|error: command .* failed|ninja: build stopped|^FAILED: |Error building ext"
-)
-
-
-def first_error(log_text: str) -> str:
-    """The first line of a log that a compiler, linker or ninja means as an error, or that says what a failure follows
-    from; the last line where there is none, "" for an empty log."""
-    lines = [line.strip() for line in log_text.splitlines() if line.strip()]
-    errors = [line for line in lines if _ERROR.search(line)]
-    causes = [line for line in errors if not _FOLLOWS.search(line)]
-    return (causes or errors or lines[-1:] or [""])[0]
 
 
 def find_nvcc() -> Nvcc | None:
@@ -165,18 +128,6 @@ def forget() -> None:
         each.cache_clear()
 
 
-@dataclass(frozen=True)
-class _Toolkit:
-    path: Path
-    home: Path
-    version: str
-    build: str
-    libraries: Path
-
-    def __str__(self) -> str:
-        return f"nvcc {self.version} in {self.home}"
-
-
 def _surroundings() -> tuple[object, ...]:
     """All that decides what is found, but for the files themselves."""
     named = settings.cuda_home(), settings.host_compiler()
@@ -185,20 +136,16 @@ def _surroundings() -> tuple[object, ...]:
 
 @functools.lru_cache(maxsize=8)
 def _find_nvcc(surroundings: tuple[object, ...]) -> Nvcc | None:
-    try:
-        found = _first(_toolkits())
-        return Nvcc(found.path, found.home, found.version, found.build, found.libraries, locate.host_compiler(),
-                    locate.ninja())  # fmt: skip
-    except Missing:
-        return None
+    with contextlib.suppress(Missing):
+        return Nvcc(*_first(_toolkits()), locate.host_compiler(), locate.ninja())
+    return None
 
 
 @functools.lru_cache(maxsize=8)
 def _find_nvrtc(surroundings: tuple[object, ...]) -> Nvrtc | None:
-    try:
+    with contextlib.suppress(Missing):
         return _first(_nvrtcs())
-    except Missing:
-        return None
+    return None
 
 
 T = TypeVar("T")
@@ -212,23 +159,21 @@ def _first(places: Iterator[_Place[T]]) -> T:
     raise Missing
 
 
-def _toolkits() -> Iterator[_Place[_Toolkit]]:
+def _toolkits() -> Iterator[_Place[Toolkit]]:
     home, on_path = settings.cuda_home(), shutil.which("nvcc", path=settings.executables_path())
     wheel = next((nvcc for each in locate.wheels() if (nvcc := each / "bin" / "nvcc").exists()), None)
 
-    def judge(nvcc: Path | None, none: str = "") -> Callable[[], _Toolkit]:
-        def look() -> _Toolkit:
+    def judge(nvcc: Path | str | None, none: str = "") -> Callable[[], Toolkit]:
+        def look() -> Toolkit:
             if nvcc is None:
                 raise Missing(none)
-            return _Toolkit(*locate.toolkit(nvcc))
+            return locate.toolkit(Path(nvcc))
 
         return look
 
-    yield (
-        "CUDA_HOME", "set it to the directory of a CUDA toolkit, or unset it" if home else "",
-        judge(home / "bin" / "nvcc" if home else None, "not set"),
-    )  # fmt: skip
-    yield "nvcc on PATH", "add a toolkit's bin to PATH", judge(Path(on_path) if on_path else None, "there is none")
+    remedy = "set it to the directory of a CUDA toolkit, or unset it" if home else ""
+    yield "CUDA_HOME", remedy, judge(home / "bin" / "nvcc" if home else None, "not set")
+    yield "nvcc on PATH", "add a toolkit's bin to PATH", judge(on_path, "there is none")
     yield str(_DEFAULT_HOME), "install a CUDA toolkit", judge(_DEFAULT_HOME / "bin" / "nvcc")
     yield "nvcc from PyPI", "pip install 'ffpa-jit[nvcc]'", judge(wheel, "no package that is installed has one")
 
@@ -243,9 +188,6 @@ def _nvrtcs() -> Iterator[_Place[Nvrtc]]:
     toolkits = [place for each in homes for place in locate.within(each, "lib64", "lib")]
     wheels = [each / "lib" for each in locate.wheels()]
     loader = [*settings.libraries_path(), *locate.SYSTEM_LIBRARIES]
-    yield (
-        "NVRTC from PyPI", REMEDY,
-        lambda: Nvrtc(*locate.nvrtc(wheels)),
-    )  # fmt: skip
+    yield "NVRTC from PyPI", REMEDY, lambda: Nvrtc(*locate.nvrtc(wheels))
     yield "NVRTC of a toolkit", "set CUDA_HOME to one with libnvrtc.so", lambda: Nvrtc(*locate.nvrtc(toolkits))
     yield "NVRTC elsewhere", "add its directory to LD_LIBRARY_PATH", lambda: Nvrtc(*locate.nvrtc(loader))

@@ -2,16 +2,17 @@
 
     ffpa_jit.warm(head_dim=[512, 320], dtype="bf16", arch="sm_90")
 
-Every instantiation is compiled in a process of its own that sees no GPU, several at a time as memory allows, and goes
-into the cache (`ffpa_jit.cache`); Triton's also where Triton looks (`ffpa_jit.triton.bundle`). One that fails does not
-stop the others. What is in the cache already is left alone. For the GPUs of this machine the kernels are then loaded in
-this process, so that a CUDA graph may be captured next.
+Which kernels there are, and how each is built and loaded, the backends say (`registry.Implementation`). Every one is
+compiled in a process of its own that sees no GPU, several at a time as memory allows, and goes into the cache
+(`ffpa_jit.cache`), Triton's also where Triton looks. One that fails does not stop the others. What is in the cache
+already is left alone. For the GPUs of this machine the kernels are then loaded in this process, so that a CUDA graph
+may be captured next.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib
+import itertools
 import json
 import logging
 import os
@@ -21,27 +22,19 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
 from ffpa_jit import registry, settings
-from ffpa_jit.cache import Entry, default_cache
+from ffpa_jit.cache import Cache, default_cache
+from ffpa_jit.kernel_spec import NoKernelError, Spec
 
-if TYPE_CHECKING:
-    from ffpa_jit.cuda.instantiate import KernelSpec
-    from ffpa_jit.cute.spec import KernelSpec as CuteSpec
-    from ffpa_jit.triton.bundle import TritonSpec
-
-__all__ = ["BACKENDS", "SYNONYMS", "Result", "default_jobs", "local_archs", "plain_arch", "warm"]
+__all__ = ["Result", "default_jobs", "local_archs", "plain_arch", "warm"]
 
 _logger = logging.getLogger("ffpa_jit")
-
-BACKENDS = ("cuda", "triton", "cutedsl")
-
-Mode = Literal["look", "hits", "all"]  # tell what is there; answer only for what is there; compile what is not
 
 JOB_BYTES = 1 << 30
 """Memory to have free for each compiler that runs: nvcc takes up to 0.9 GB, NVRTC and Triton half of that."""
@@ -72,11 +65,14 @@ class Result:
 
 @dataclass(frozen=True)
 class _Unit:
-    """One instantiation, by the arguments of its backend's `spec_for`."""
+    """One kernel to compile."""
 
     backend: str
-    name: str
-    arguments: tuple[Any, ...]
+    spec: Spec
+
+    @property
+    def name(self) -> str:
+        return self.spec.slug
 
 
 def warm(
@@ -85,7 +81,7 @@ def warm(
     acc: str | Sequence[str] = "f32",
     stages: int | Sequence[int | None] | None = None,
     arch: str | Sequence[str] | None = None,
-    backend: str | Sequence[str] = BACKENDS,
+    backend: str | Sequence[str] | None = None,
     jobs: int | None = None,
     dry_run: bool = False,
     progress: Progress | None = None,
@@ -95,194 +91,150 @@ def warm(
 
     `head_dim`: multiples of 8 from 264 to 1024. `dtype`: "bf16", "fp16". `acc`, `stages`: of the CUDA backend, as in
     `CUDABackend`. `arch`: "sm_90" ("sm_90a" is the same), ...; None: that of this machine's GPUs. `backend`: "cuda",
-    "triton", "cutedsl" ("cute" is the same); of several, one that has no kernel here is skipped. `jobs`: how many at a
-    time (default: FFPA_JIT_JOBS, else as cores and memory allow). `dry_run`: compile nothing, but tell what is there.
-    `progress(result, done, total)` is called as results come in. CUDA has a kernel for the forward; Triton's are those
-    of the forward and of the backward; CuTe-DSL's the forward with `is_causal` and without.
+    "triton", "cutedsl" ("cute" is the same), None for all; of several, one that has no kernel here is skipped. `jobs`:
+    how many at a time (default: FFPA_JIT_JOBS, else as cores and memory allow). `dry_run`: compile nothing, but tell
+    what is there. `progress(result, done, total)` is called as results come in. CUDA has a kernel for the forward;
+    Triton's are those of the forward and of the backward; CuTe DSL's the forward with `is_causal` and without.
     `load`: whether to load them as well, in this process, on each GPU of their architecture, as graph capture needs it
-    (Triton's and CuTe-DSL's by running them once); None: if `arch` is None.
+    (Triton's and CuTe DSL's by running them once); None: if `arch` is None.
 
     ValueError for what no kernel exists for, and where there is no GPU and no `arch`. What fails to compile is no
     exception: look at `Result.how`.
     """
-    archs = _plain(_several(arch)) if arch is not None else local_archs()
-    names = list(dict.fromkeys(SYNONYMS.get(name, name) for name in _several(backend)))
-    units, skipped = _units(_several(head_dim), _several(dtype), _several(acc), _several(stages), archs, names)
+    archs = local_archs() if arch is None else list(dict.fromkeys(map(plain_arch, _several(arch))))
+    asked = registry.names() if backend is None else _several(backend)
+    backends = list(dict.fromkeys(registry.ALIASES.get(name, name) for name in asked))
+    units, skipped = _units(
+        archs, backends, _several(head_dim), _several(dtype), acc=_several(acc), stages=_several(stages)
+    )
     if jobs is not None and jobs < 1:
         raise ValueError(f"jobs={jobs}: it must be at least 1")
-    results: dict[_Unit, Result] = {}
-    told: set[str] = set()
-
-    def note(unit: _Unit, result: Result) -> None:
-        results[unit] = result
-        if progress is not None:
-            progress(result, len(results), len(units))
-
-    def answers(answer: tuple[list[Result], list[str]]) -> list[Result]:
-        for warning in answer[1]:
-            if warning not in told:
-                told.add(warning)
-                _logger.warning("%s", warning)
-        return answer[0]
-
+    run = _Run(units, progress)
     if dry_run:
-        for unit, result in zip(units, answers(_in_process(units, "look")), strict=True):
-            note(unit, result)
-    elif lost := _lost():
         for unit in units:
-            note(unit, Result(unit.backend, unit.name, "failed", message=lost))
+            run.note(unit, _find(unit, install=False) or Result(unit.backend, unit.name, "planned"))
+    elif lost := _lost(default_cache()):
+        for unit in units:
+            run.note(unit, Result(unit.backend, unit.name, "failed", message=lost))
     else:
-        there = [unit for unit in units if default_cache().holds(_GROUPS.get(unit.backend, unit.backend), unit.name)]
-        if len(there) > 1:  # one process for all that is done already, rather than one for each
-            for unit, result in zip(there, answers(_in_process(there, "hits")), strict=True):
-                if result.how == "hit":
-                    note(unit, result)
-        missing = [unit for unit in units if unit not in results]
-        with ThreadPoolExecutor(min(jobs or default_jobs(), max(len(missing), 1))) as pool:
-            running = {pool.submit(_in_process, [unit], "all"): unit for unit in missing}
+        run.compile(jobs or default_jobs())
+    if not dry_run:
+        registry.invalidate()  # what was refused for want of a kernel or a compiler may run now
+        if arch is None if load is None else load:
+            _load(run.results)
+    return [run.results[unit] for unit in units] + skipped
+
+
+class _Run:
+    """The results of some units as they come in, each given to `progress`, and the warnings of the processes that they
+    come from, each passed on once."""
+
+    def __init__(self, units: list[_Unit], progress: Progress | None) -> None:
+        self._units, self._progress = units, progress
+        self._warned: set[str] = set()
+        self.results: dict[_Unit, Result] = {}
+
+    def note(self, unit: _Unit, result: Result, warnings: Sequence[str] = ()) -> None:
+        for warning in warnings:
+            if warning not in self._warned:
+                self._warned.add(warning)
+                _logger.warning("%s", warning)
+        self.results[unit] = result
+        if self._progress is not None:
+            self._progress(result, len(self.results), len(self._units))
+
+    def compile(self, jobs: int) -> None:
+        """What is not there, so many at a time."""
+        for unit in self._units:
+            found = _find(unit)
+            if found is not None:
+                self.note(unit, found)
+        missing = [unit for unit in self._units if unit not in self.results]
+        with ThreadPoolExecutor(min(jobs, max(len(missing), 1))) as pool:
+            running = {pool.submit(_in_process, unit): unit for unit in missing}
             try:
                 for future in as_completed(running):
-                    note(running[future], answers(future.result())[0])
+                    self.note(running[future], *future.result())
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
                 _stop_all()
                 raise
-    if not dry_run:
-        registry.changed()  # what was refused for want of a kernel or a compiler may run now
-        if arch is None if load is None else load:
-            _load([unit for unit in units if not results[unit].failed], results)
-    return [results[unit] for unit in units] + skipped
 
 
-def _lost() -> str:
+def _find(unit: _Unit, install: bool = True) -> Result | None:
+    """What the cache has of a unit, put where its runtime looks; None where there is nothing."""
+    store = registry.described(unit.backend).store
+    with contextlib.suppress(Exception):  # Triton may not be here; the process that compiles says so
+        entry = store.find(unit.spec) if default_cache().holds(store.group, unit.name) else None
+        if entry is not None:
+            message = store.install(entry) if install else ""
+            return Result(unit.backend, unit.name, "hit", 0.0, str(entry.path), message)
+    return None
+
+
+def _lost(cache: Cache) -> str:
     """Why nothing that is compiled could be kept; "" if it can be."""
-    cache = default_cache()
     reason = cache.unwritable()
-    return _nothing_kept(cache.root, reason) if reason else ""
-
-
-def _nothing_kept(root: Path | None, reason: str) -> str:
-    why = f"{root} is not used: {reason}" if root else reason
-    return f"nothing can be kept: {why}; set FFPA_JIT_CACHE_DIR to a directory of your own"
-
-
-_NAMES = {"cuda": "CUDA", "triton": "Triton", "cutedsl": "CuTe-DSL"}
-SYNONYMS = {"cute": "cutedsl"}
-"""What commands take for a backend's name besides."""
-
-_GROUPS = {"cutedsl": "cute"}  # of the cache, where they are not called as the backend
+    where = f"{cache.root} is not used: {reason}" if cache.root else reason
+    return reason and f"nothing can be kept: {where}; set FFPA_JIT_CACHE_DIR to a directory of your own"
 
 
 def _several(value: Any) -> list[Any]:
     return [value] if value is None or isinstance(value, str | int) else list(dict.fromkeys(value))
 
 
-def _plain(archs: list[str]) -> list[str]:
-    """Architectures as devices name them: "sm_90a", what compilers call a GPU with all that it has, is "sm_90"."""
-    return list(dict.fromkeys(plain_arch(arch) for arch in archs))
-
-
 def plain_arch(arch: str) -> str:
-    """One architecture, as a device names it."""
+    """An architecture as a device names it: "sm_90a", what compilers call a GPU with all that it has, is "sm_90"."""
     return arch[:-1] if re.fullmatch(r"sm_\d+[af]", arch) else arch
 
 
 def local_archs() -> list[str]:
     """The architectures of this machine's GPUs; ValueError if there is none."""
+    archs = list(dict.fromkeys(arch for _, arch in _devices()))
+    if not archs:
+        raise ValueError("there is no GPU here to compile for; name an architecture such as sm_90 (arch, --arch)")
+    return archs
+
+
+def _devices() -> list[tuple[int, str]]:
+    """(index, architecture) of this machine's GPUs."""
     import torch
 
     from ffpa_jit.problem import device_arch
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if count == 0:
-        raise ValueError("there is no GPU here to compile for: name an architecture, arch='sm_90'")
-    return list(dict.fromkeys(device_arch("cuda", index) for index in range(count)))
+    return [(index, device_arch("cuda", index)) for index in range(count)]
 
 
 def _units(
-    head_dims: list[int], dtypes: list[str], accs: list[str], stages: list[int | None], archs: list[str],
-    backends: list[str],
-) -> tuple[list[_Unit], list[Result]]:  # fmt: skip
+    archs: Sequence[str], backends: Sequence[str], head_dims: list[int], dtypes: list[str], **options: list[Any]
+) -> tuple[list[_Unit], list[Result]]:
     """What to compile, and what is skipped because a backend that is not the only one has no kernel for it."""
+    known = registry.names()
     for name in backends:
-        if name not in BACKENDS:
-            raise ValueError(f"backend={name!r} has nothing to compile ahead; choose of {', '.join(BACKENDS)}")
-    if not (head_dims and dtypes and accs and stages and archs and backends):
+        if name not in known:
+            raise ValueError(f"backend={name!r} has nothing to compile ahead; choose of {', '.join(known)}")
+    if not (archs and backends and head_dims and dtypes and all(options.values())):
         raise ValueError("nothing to compile: an argument is empty")
     for head_dim in head_dims:
         if head_dim % 8 or not 264 <= head_dim <= 1024:
             raise ValueError(f"head_dim={head_dim}: head dims are multiples of 8 from 264 to 1024")
-    units: dict[tuple[str, str], _Unit] = {}
+    units: dict[_Unit, None] = {}
     skipped: dict[tuple[str, str], Result] = {}
-    served = _served()
-    for arch in archs:
-        lacking = {name: _lacking(name, arch, served) for name in backends}
-        if all(lacking.values()):
-            lists = "; ".join(f"{_NAMES[name]}: {', '.join(served[name])}" for name in backends)
-            absent = "; ".join(reason for name, reason in lacking.items() if reason and arch in served[name])
-            raise ValueError(absent or f"arch={arch!r}: there are no kernels for it. {lists}")
-        for name in backends:
-            if reason := lacking[name]:
-                skipped[name, arch] = Result(name, arch, "skipped", message=reason)
-                continue
-            for head_dim in head_dims:
-                if name == "cutedsl" and len(backends) > 1 and head_dim > _cute_limit():
-                    slug, limit = f"{arch}-d{head_dim}", _cute_limit()
-                    message = f"cutedsl has no kernels for head dims above {limit}"
-                    skipped[name, slug] = Result(name, slug, "skipped", message=message)
-                    continue
-                for spec, arguments in _specs(name, arch, head_dim, dtypes, accs, stages):
-                    units.setdefault((name, spec.slug), _Unit(name, spec.slug, arguments))
-    return list(units.values()), list(skipped.values())
-
-
-def _served() -> dict[str, tuple[str, ...]]:
-    """Backend -> the architectures that it has kernels for."""
-    from ffpa_jit.cuda import instantiate
-    from ffpa_jit.cute import spec
-    from ffpa_jit.triton.configs import FAMILIES
-
-    families = [members for name, members in FAMILIES.items() if name != "interpreter"]
-    return {
-        "cuda": tuple(instantiate.ARCHS),
-        "triton": tuple(each for members in families for each in members),
-        "cutedsl": tuple(spec.ARCHS),
-    }
-
-
-def _lacking(name: str, arch: str, served: dict[str, tuple[str, ...]]) -> str:
-    """Why a backend compiles nothing for an architecture; "" if it does."""
-    if arch not in served[name]:
-        return f"{name} has no kernels for {arch}"
-    # Of the others, what is not there is a failure of its own: a machine that has one is not to be told of an extra.
-    absent = registry.missing(name) if name == "cutedsl" else None
-    return absent.reason if absent is not None else ""
-
-
-def _cute_limit() -> int:
-    from ffpa_jit.cute.spec import HEAD_DIMS
-
-    return HEAD_DIMS[-1]
-
-
-def _specs(
-    name: str, arch: str, head_dim: int, dtypes: list[str], accs: list[str], stages: list[int | None]
-) -> Iterator[tuple[Any, tuple[Any, ...]]]:
-    """The instantiations of one backend, each with the arguments of its `spec_for`."""
-    from ffpa_jit.cuda import instantiate
-    from ffpa_jit.cute import spec
-    from ffpa_jit.triton import bundle
-
-    ways: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
-        "cuda": (instantiate.spec_for, [(acc, depth) for acc in accs for depth in stages]),
-        "triton": (bundle.spec_for, [(direction,) for direction in bundle.DIRECTIONS]),
-        "cutedsl": (spec.spec_for, [(is_causal,) for is_causal in (False, True)]),
-    }
-    spec_for, last = ways[name]
-    for dtype in dtypes:
-        for each in last:
-            arguments = (arch, head_dim, dtype, *each)
-            yield spec_for(*arguments), arguments
+    lacking: dict[tuple[str, int], list[str]] = {}
+    for arch, name, head_dim in itertools.product(archs, backends, head_dims):
+        try:
+            for dtype, *values in itertools.product(dtypes, *options.values()):
+                chosen = dict(zip(options, values, strict=True))
+                specs = registry.described(name).kernels(arch, head_dim, dtype, **chosen)
+                units.update(dict.fromkeys(_Unit(name, spec) for spec in specs))
+        except NoKernelError as error:
+            skipped[name, error.what] = Result(name, error.what, "skipped", message=str(error))
+            reasons = lacking.setdefault((arch, head_dim), [])
+            reasons.append(str(error))
+            if len(reasons) == len(backends):
+                raise ValueError("; ".join(reasons)) from None
+    return list(units), list(skipped.values())
 
 
 # The processes that compile.
@@ -296,12 +248,12 @@ def _stop_all() -> None:
             os.killpg(process.pid, signal.SIGTERM)  # ninja then ends its compilers too; SIGKILL would orphan them
 
 
-def _in_process(units: list[_Unit], mode: Mode) -> tuple[list[Result], list[str]]:
-    """The results of `units`, from a process that sees no GPU and whose crash is only theirs; and its warnings."""
+def _in_process(unit: _Unit) -> tuple[Result, list[str]]:
+    """The result of `unit`, from a process that sees no GPU and whose crash is only its own; and its warnings."""
     start = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="ffpa-jit-warm-") as folder:
         answer, log = Path(folder, "answer.json"), Path(folder, "log")
-        task = json.dumps({"units": [asdict(unit) for unit in units], "mode": mode, "answer": str(answer)})
+        task = json.dumps({**asdict(unit), "answer": str(answer)})
         with log.open("wb") as output:
             process = subprocess.Popen(
                 [sys.executable, "-c", "from ffpa_jit.warm import _serve; _serve()"],
@@ -316,14 +268,11 @@ def _in_process(units: list[_Unit], mode: Mode) -> tuple[list[Result], list[str]
                 _processes.discard(process)
         if answer.is_file():
             given = json.loads(answer.read_text())
-            return [Result(**each) for each in given["results"]], given["warnings"]
+            return Result(**given["result"]), given["warnings"]
         said = "\n".join(log.read_text(errors="replace").strip().splitlines()[-8:])
-    died = f"the process that compiled it died with exit code {process.returncode}"
-    if process.returncode == -9:
-        died += " (killed: out of memory? try fewer at a time, --jobs 1)"
-    seconds = time.perf_counter() - start
-    message = f"{died}\n{said}".strip()
-    return [Result(unit.backend, unit.name, "failed", seconds, None, message) for unit in units], []
+    killed = " (killed: out of memory? try fewer at a time, --jobs 1)" if process.returncode == -9 else ""
+    message = f"the process that compiled it died with exit code {process.returncode}{killed}\n{said}".strip()
+    return Result(unit.backend, unit.name, "failed", time.perf_counter() - start, None, message), []
 
 
 def _environment() -> dict[str, str]:
@@ -337,128 +286,47 @@ def _environment() -> dict[str, str]:
 
 
 def _serve() -> None:
-    """What the process does: a task on standard input, the results into a file."""
+    """What the process does: a task on standard input, the result into a file."""
     task = json.load(sys.stdin)
-    warnings = _Collected(logging.WARNING)
-    _logger.addHandler(warnings)
-    results = [_work(_Unit(**{**each, "arguments": tuple(each["arguments"])}), task["mode"])
-               for each in task["units"]]  # fmt: skip
+    warnings: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
+    _logger.addHandler(handler)
+    result = asdict(_compile(task["backend"], task["spec"]))
     partial = Path(task["answer"]).with_suffix(".part")
-    partial.write_text(json.dumps({"results": [asdict(each) for each in results], "warnings": warnings.messages}))
+    partial.write_text(json.dumps({"result": result, "warnings": warnings}))
     partial.replace(task["answer"])
 
 
-class _Collected(logging.Handler):
-    """Keeps what is logged, for the process that asked."""
-
-    def __init__(self, level: int) -> None:
-        super().__init__(level)
-        self.messages: list[str] = []
-        self.setFormatter(logging.Formatter("%(message)s"))
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.messages.append(self.format(record))
-
-
-def _work(unit: _Unit, mode: Mode) -> Result:
+def _compile(backend: str, fields: dict[str, Any]) -> Result:
+    """`fields`: of the spec."""
+    store, cache = registry.described(backend).store, default_cache()
+    spec = store.spec_type(**fields)
     start = time.perf_counter()
     try:
-        work = _work_triton if unit.backend == "triton" else _work_kernel
-        path, how, seconds, message = work(unit, mode)
+        entry, how, seconds = store.warm(spec)
+        if entry.root == cache.standby:  # the cache could not take it after all, and that goes with this process
+            raise OSError(_lost(cache))
+        return Result(backend, spec.slug, how, round(seconds, 3), str(entry.path), store.install(entry))
     except Exception as error:
         ours = isinstance(error, RuntimeError | ValueError | OSError)
         message = str(error) if ours and str(error) else f"{type(error).__name__}: {error}"
-        return Result(unit.backend, unit.name, "failed", time.perf_counter() - start, None, message)
-    return Result(unit.backend, unit.name, how, round(seconds, 3), path, message)
-
-
-_Work = tuple["str | None", str, float, str]
-
-
-def _work_kernel(unit: _Unit, mode: Mode) -> _Work:
-    """Of the backends whose kernels are one artefact each: `find` and `warm` are called alike."""
-    modules = ("cuda.instantiate", "cuda.kernels") if unit.backend == "cuda" else ("cute.spec", "cute.compile")
-    specs, kernels = (importlib.import_module(f"ffpa_jit.{each}") for each in modules)
-    spec = specs.spec_for(*unit.arguments)
-    if mode != "all":
-        found = kernels.find(spec)
-        return (None, "planned", 0.0, "") if found is None else (str(found.path), "hit", 0.0, "")
-    entry, how, seconds = kernels.warm(spec)
-    return _kept(entry), how, seconds, ""
-
-
-def _work_triton(unit: _Unit, mode: Mode) -> _Work:
-    from ffpa_jit.triton import bundle
-
-    spec = bundle.spec_for(*unit.arguments)
-    found = bundle.find(spec) if mode != "all" else None
-    if mode == "look" or (mode == "hits" and found is None):
-        return (None, "planned", 0.0, "") if found is None else (str(found.path), "hit", 0.0, "")
-    entry, how, seconds, note = bundle.warm(spec)  # a hit is put where Triton looks
-    return _kept(entry), how, seconds, note
-
-
-def _kept(entry: Entry) -> str:
-    """Where an entry is; OSError if that goes with this process, because the cache could not take it after all."""
-    cache = default_cache()
-    if entry.root == cache.standby:
-        raise OSError(_nothing_kept(cache.root, cache.unwritable()))
-    return str(entry.path)
+        return Result(backend, spec.slug, "failed", time.perf_counter() - start, None, message)
 
 
 # Loading, in this process.
 
 
-def _load(units: list[_Unit], results: dict[_Unit, Result]) -> None:
-    """Load what was compiled on every GPU here that it is for; what cannot be is a failure in `results`."""
-    for unit in units:
-        for index in _devices(unit.arguments[0]):
-            try:
-                _load_on(index, unit)
-            except Exception as error:
-                message = f"it is compiled, but cannot be loaded on GPU {index}: {type(error).__name__}: {error}"
-                results[unit] = replace(results[unit], how="failed", message=message)
-                break
-
-
-def _devices(arch: str) -> list[int]:
-    import torch
-
-    from ffpa_jit.problem import device_arch
-
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return [index for index in range(count) if device_arch("cuda", index) == arch]
-
-
-def _load_on(index: int, unit: _Unit) -> None:
-    """Through the backend's verb. Triton and CuTe-DSL run each once, a backward with the forward that it needs."""
-    import torch
-
-    from ffpa_jit.backends import CUDABackend
-    from ffpa_jit.cuda import instantiate
-    from ffpa_jit.cute import spec as cute
-    from ffpa_jit.problem import Problem
-    from ffpa_jit.triton import bundle
-
-    def problem(spec: KernelSpec | TritonSpec | CuteSpec, **more: bool) -> Problem:
-        flags: dict[str, Any] = {"is_causal": False, "needs_grad": False, **more}
-        return Problem(
-            batch=1, heads_q=1, heads_kv=1, len_q=256, len_kv=256, head_dim=spec.head_dim, head_dim_v=spec.head_dim,
-            dtype=getattr(torch, spec.dtype), device_type="cuda", device_index=index, arch=spec.arch, has_mask=False,
-            dropout_p=0.0, mask_needs_grad=False, **flags,
-        )  # fmt: skip
-
-    backend = registry.get(unit.backend)
-    if unit.backend == "cuda":
-        kernel = instantiate.spec_for(*unit.arguments)
-        backend.warm(problem(kernel), CUDABackend(acc=kernel.acc, stages=kernel.stages))
-    elif unit.backend == "cutedsl":
-        fused = cute.spec_for(*unit.arguments)
-        backend.warm(problem(fused, is_causal=fused.is_causal))
-    else:
-        triton = bundle.spec_for(*unit.arguments)
-        for is_causal in (False, True):
-            backend.warm(problem(triton, is_causal=is_causal, needs_grad=triton.direction == "backward"))
+def _load(results: dict[_Unit, Result]) -> None:
+    """Load what was compiled on every GPU here that it is for; what cannot be becomes a failure."""
+    for index, arch in _devices():
+        for unit, result in results.items():
+            if unit.spec.arch == arch and not result.failed:
+                try:
+                    registry.described(unit.backend).load(unit.spec, index)
+                except Exception as error:
+                    message = f"it is compiled, but cannot be loaded on GPU {index}: {type(error).__name__}: {error}"
+                    results[unit] = replace(result, how="failed", message=message)
 
 
 # How many at a time.
@@ -485,26 +353,21 @@ def _cores() -> int:
 
 def _free_bytes() -> int:
     """Memory that this process could take: of the machine, and what its control group leaves."""
-    return min(_memory_bounds(), default=4 * JOB_BYTES)
-
-
-def _memory_bounds() -> Iterator[int]:
+    bounds = []
     with contextlib.suppress(OSError, ValueError, StopIteration):
         lines = Path("/proc/meminfo").read_text().splitlines()
-        yield next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
-    for limit, usage, cache in (
+        bounds.append(next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")))
+    for limit, usage, statistics in (
         ("memory.max", "memory.current", "memory.stat"),
         ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat"),
     ):
         with contextlib.suppress(OSError, ValueError):
-            yield max(0, _number(limit) - _number(usage) + _file_cache(cache))
+            lines = Path("/sys/fs/cgroup", statistics).read_text().splitlines()
+            counts = dict(line.split() for line in lines)
+            given_back = sum(int(counts.get(name, 0)) for name in ("inactive_file", "total_inactive_file"))  # if wanted
+            bounds.append(max(0, _number(limit) - _number(usage) + given_back))
+    return min(bounds, default=4 * JOB_BYTES)
 
 
 def _number(name: str) -> int:
     return int(Path("/sys/fs/cgroup", name).read_text())  # "max" is a ValueError: no limit
-
-
-def _file_cache(name: str) -> int:
-    """Bytes counted as used that the kernel gives back when they are wanted."""
-    lines: Iterable[str] = Path("/sys/fs/cgroup", name).read_text().splitlines()
-    return sum(int(line.split()[1]) for line in lines if line.split()[0] in ("inactive_file", "total_inactive_file"))

@@ -34,7 +34,7 @@ from ffpa_jit.cache import files, lock
 from ffpa_jit.cache.archive import unpack
 from ffpa_jit.cache.entries import LOG, META, Built, Entry, Key, load, seal
 from ffpa_jit.cache.files import Refused
-from ffpa_jit.cache.store import Store
+from ffpa_jit.cache.roots import Roots
 
 __all__ = ["Built", "Cache", "Entry", "Key", "default_cache"]
 
@@ -43,8 +43,8 @@ class _Unusable(Exception):  # noqa: N818  (caught in this module)
     """A root turned out not to be writable."""
 
 
-class Cache(Store):
-    """A store that grows: `get` builds what is not there, `import_` takes what another machine has built.
+class Cache(Roots):
+    """Roots that grow: `get` builds what is not there, `import_` takes what another machine has built.
 
     Nothing is created before the first write. `wait`: seconds to wait for another process before building as well.
     """

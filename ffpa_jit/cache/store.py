@@ -1,217 +1,189 @@
-"""Where entries are looked for, and what is done with those that are there: found, judged, listed, pruned, exported."""
+"""`KernelStore`: from the spec of a kernel to one that launches, by way of memory, the cache and a compiler.
+
+One for each backend, which derives it and says there what is its own: its compilers, the digest of its sources, which
+artefacts of other compilers may be used, how one is opened. The first call for a spec finds its artefact in the cache,
+or has it compiled under the cache's lock for every later process; one thread at a time does that for a spec. A build
+that failed is not tried again in this process. A hit runs no program.
+"""
 
 from __future__ import annotations
 
-import contextlib
-import json
+import dataclasses
 import logging
-import os
+import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
-from ffpa_jit.cache import files
-from ffpa_jit.cache.archive import pack
-from ffpa_jit.cache.entries import LOG, META, RESERVED, STAMP, Entry, Key, load
-from ffpa_jit.cache.files import Refused
+from ffpa_jit.build_error import BuildError
+from ffpa_jit.cache import Built, Entry, Key, default_cache
+from ffpa_jit.context import refuse_capture
+from ffpa_jit.kernel_spec import Spec
 
-__all__ = ["Store"]
+__all__ = ["Compiler", "KernelStore"]
 
 _logger = logging.getLogger("ffpa_jit")
 
-_STAMP_EVERY = 3600.0  # seconds
+AnySpec = TypeVar("AnySpec", bound=Spec)
+Kernel = TypeVar("Kernel")
 
 
-class Store:
-    """Entries in `root` (None: there is no place for one) and, searched first and never written, in those of `search`.
+class Compiler(Protocol):
+    """One way to compile kernels here."""
 
-    `standby` is the root that stands in for `root` in this process where that cannot be written, once there is one.
+    @property
+    def id(self) -> str:
+        """The compiler and its build, as cache keys have it."""
+        ...
+
+    def compile(self, spec: Any, directory: Path) -> Built:
+        """Compile `spec` in `directory`, which is empty and this call's own. BuildError, its log in `directory`."""
+        ...
+
+
+class KernelStore(Generic[AnySpec, Kernel]):
+    """A backend's kernels in this process. `spec_type`: their spec; `group`: their directory in the cache; `title`:
+    what messages call one.
+
+    `kind` names one of several compilers that a backend may have; None: the best one that is here.
     """
 
-    def __init__(self, root: Path | None, search: Sequence[Path] = ()) -> None:
-        # Links on the way to a root are its owner's own; within a root none is followed.
-        self.root = None if root is None else Path(os.path.realpath(root))
-        self.search = tuple(Path(os.path.realpath(each)) for each in search)
-        self.standby: Path | None = None
-        self._told: set[Path | None] = set()
+    spec_type: type[AnySpec]
+    group: str
+    title: str
 
-    def roots(self) -> list[tuple[Path, bool]]:
-        """(root, read_only) of those that exist and can be trusted, in the order of search."""
-        every = [*((each, True) for each in self.search), (self.root, False), (self.standby, False)]
-        return [(root, read_only) for root, read_only in every if root is not None and self._trusted(root, read_only)]
+    def __init__(self) -> None:
+        self._loaded: dict[AnySpec, Kernel] = {}
+        self._failed: dict[tuple[AnySpec, str], BuildError] = {}
+        self._locks: dict[AnySpec, threading.Lock] = {}
 
-    def refusal(self) -> str:
-        """Why the entries in `root` are not used; "" if they are, or if it does not exist yet."""
-        if self.root is None:
-            return "there is no home directory"
-        try:
-            files.check_directory(self.root, files.owners())
-        except FileNotFoundError:
-            return ""
-        except (Refused, OSError) as error:
-            return str(error)
+    def compiler(self, spec: AnySpec, kind: str | None = None) -> Compiler | None:
+        """What would compile `spec` here; None where nothing can."""
+        raise NotImplementedError
+
+    def absent(self, spec: AnySpec, kind: str | None) -> str:
+        """Why there is no `compiler` and no artefact, in a line."""
+        raise NotImplementedError
+
+    def missing(self, kind: str | None) -> RuntimeError:
+        """The error for want of a `compiler`, with all that there is to say."""
+        raise NotImplementedError
+
+    def digest(self, spec: AnySpec) -> str:
+        """sha256 over what is compiled and how, the compiler aside."""
+        raise NotImplementedError
+
+    def serves(self, entry: Entry, kind: str | None) -> bool:
+        """Whether an artefact of the same sources by another compiler may be used here."""
+        raise NotImplementedError
+
+    def open(self, spec: AnySpec, entry: Entry) -> Kernel:
+        """The kernel in an artefact, ready to launch on the current device."""
+        raise NotImplementedError
+
+    def fallback(self, entry: Entry, error: Exception) -> str | None:
+        """The kind of compiler whose artefact may open where this one gave `error`."""
+        return None
+
+    def install(self, entry: Entry) -> str:
+        """Put an artefact where its runtime looks for it, if that is not the cache; what could not be, "" for none."""
         return ""
 
-    def holds(self, group: str, slug: str) -> bool:
-        """Whether there is an entry of this name, of whatever compiler and sources; it is not looked into."""
-        return any(path.name.startswith(f"{slug}-") for path, _, _ in self._paths(group))
+    def kernel(self, spec: AnySpec) -> Kernel:
+        """The kernel of `spec`, loaded on the current device; the first call finds it in the cache or compiles it.
 
-    def find(self, key: Key) -> Entry | None:
-        """The entry of exactly this key, verified, or None. A bad one is told of, and removed if the root is ours."""
-        looks = (self._look(group / key.name, root, read_only) for group, root, read_only in self._groups(key.group))
-        return next((entry for entry in looks if entry is not None), None)
+        `missing` where there is neither an artefact nor a compiler, BuildError where that fails, what `open` raises,
+        RuntimeError for a first call during the capture of a CUDA graph.
+        """
+        found = self._loaded.get(spec)
+        return found if found is not None else self._first(spec)
 
-    def alternatives(self, key: Key) -> list[Entry]:
-        """Verified entries of the same spec and source that another compiler made, those in read-only roots first."""
-        found = []
-        for path, root, read_only in self._paths(key.group):
-            if path.name.startswith(key.slug + "-") and path.name != key.name:
-                entry = self._look(path, root, read_only)
-                if entry and (entry.key.slug, entry.key.spec, entry.key.source) == (key.slug, key.spec, key.source):
-                    found.append(entry)
-        return found
-
-    def _trusted(self, directory: Path, read_only: bool) -> bool:
-        try:
-            files.check_directory(directory, files.owners(read_only))
-        except (FileNotFoundError, NotADirectoryError):
-            return False
-        except (Refused, OSError) as error:
-            self._refuse(directory, str(error), read_only)
-            return False
-        return True
-
-    def _groups(self, name: str | None = None) -> Iterator[tuple[Path, Path, bool]]:
-        for root, read_only in self.roots():
-            for each in [name] if name else files.names(root):
-                if each not in RESERVED and self._trusted(root / each, read_only):
-                    yield root / each, root, read_only
-
-    def _paths(self, group: str | None = None) -> Iterator[tuple[Path, Path, bool]]:
-        for directory, root, read_only in self._groups(group):
-            for name in files.names(directory):
-                yield directory / name, root, read_only
-
-    def _look(self, path: Path, root: Path, read_only: bool) -> Entry | None:
-        """The entry at `path` if there is one and it verifies; what does not is moved away."""
-        try:
-            status = os.lstat(path)
-        except OSError:
-            return None
-        try:
-            entry = load(path, root, read_only)
-        except Refused as error:
-            if os.path.lexists(path):  # else it was removed while we read it
-                then = "it is passed over" if read_only else "it is removed, to be built again"
-                _logger.warning("the kernel cache entry %s is not used: %s; %s", path, error, then)
-                if not read_only:
-                    files.discard(path, status)
-            return None
-        if not read_only and time.time() - files.modified(path / STAMP) > _STAMP_EVERY:
-            with contextlib.suppress(OSError):  # atime would not do: many file systems do not keep it
-                (path / STAMP).touch(0o600)
-        return entry
-
-    def _refuse(self, directory: Path | None, reason: str, read_only: bool) -> None:
-        """Warn of a directory that is not used, once."""
-        if directory in self._told:
-            return
-        self._told.add(directory)
-        if read_only:
-            _logger.warning("the kernel cache %s is passed over: %s", directory, reason)
-        else:
-            _logger.warning("the kernel cache %s is not used: %s; what is compiled is kept until this process ends. "
-                "Set FFPA_JIT_CACHE_DIR to a directory of your own to keep it", directory or "", reason)  # fmt: skip
-
-    def entries(self) -> list[Entry]:
-        """Every entry of every root in the order of search; contents are not hashed, bad ones left out."""
-        found = []
-        for path, root, read_only in self._paths():
-            with contextlib.suppress(Refused):
-                found.append(load(path, root, read_only, hashed=False))
-        return found
-
-    def bad(self) -> list[Path]:
-        """What `entries` leaves out."""
-        good = {entry.path for entry in self.entries()}
-        return [path for path, _, _ in self._paths() if path not in good]
-
-    def verify(self) -> list[tuple[Path, str | None]]:
-        """Every entry of every root with what is wrong with it, None for a good one. Removes nothing."""
-        found: list[tuple[Path, str | None]] = []
-        for path, root, read_only in self._paths():
-            try:
-                load(path, root, read_only)
-                found.append((path, None))
-            except Refused as error:
-                found.append((path, str(error)))
-        return found
-
-    def prune(self, max_bytes: int | None = None, older_than: float | None = None) -> dict[Path, int]:
-        """Remove from the writable root bad entries, those not used for `older_than` seconds, then the longest unused
-        until the rest takes at most `max_bytes`. The directories removed, with the bytes each took."""
-        kept: list[tuple[float, Path]] = []
-        removed: dict[Path, int] = {}
-        now = time.time()
-        for path, root, read_only in self._paths():
-            if not read_only:
+    def _first(self, spec: AnySpec) -> Kernel:
+        refuse_capture(f"the first use of the {self.title} {spec.slug}")
+        with self._locks.setdefault(spec, threading.Lock()):
+            if spec not in self._loaded:
+                entry, _, _ = self.warm(spec)
                 try:
-                    used = load(path, root, read_only).last_used
-                except Refused:
-                    used = -float("inf")
-                old = older_than is not None and now - used > older_than
-                if used < 0 or old:
-                    removed[path] = files.disk_bytes(path)
-                else:
-                    kept.append((used, path))
-        sizes = {path: files.disk_bytes(path) for _, path in kept}
-        for _, path in sorted(kept):
-            if max_bytes is not None and sum(sizes.values()) > max_bytes:
-                removed[path] = sizes.pop(path)
-        for path in removed:
-            files.discard(path)
-        if self.root is not None and self._trusted(self.root, False):
-            for directory in (
-                self.root,
-                *(self.root / name for name in files.names(self.root) if name not in RESERVED),
-            ):
-                files.sweep(directory)
-        return removed
+                    self._loaded[spec] = self.open(spec, entry)
+                except (OSError, RuntimeError) as error:
+                    other = self.fallback(entry, error)
+                    if other is None or self.available(spec, other) is not None:
+                        raise
+                    _logger.warning("%s cannot be loaded (%s); using %s instead", entry.artefact, error, other)
+                    self._loaded[spec] = self.open(spec, self.warm(spec, other)[0])
+            return self._loaded[spec]
 
-    def clear(self) -> dict[Path, int]:
-        """Remove all from the writable root but its lock files. The entries removed, with the bytes each took."""
-        removed = self.prune(older_than=-float("inf"))
-        if self.root is not None and self._trusted(self.root, False):
-            for name in ("failed", "notes"):
-                files.remove(self.root / name)
-        return removed
+    def warm(self, spec: AnySpec, kind: str | None = None) -> tuple[Entry, str, float]:
+        """The artefact of `spec`, found ("hit") or made ("built"), and the seconds that took. It is not loaded, so any
+        architecture will do on any machine. Raises as `kernel` does."""
+        start = time.perf_counter()
+        entry = self.find(spec, kind)
+        if entry is not None:
+            return entry, "hit", time.perf_counter() - start
+        compiler = self.compiler(spec, kind)
+        if compiler is None:
+            raise self.missing(kind)
+        failed = self._failed.get((spec, compiler.id))
+        if failed is not None:
+            raise failed.again()
+        seconds: list[float] = []  # that building took, if it was this process that did it
 
-    def export(self, tar_path: Path, entries: Iterable[Entry] | None = None) -> list[Entry]:
-        """Write `entries` (None: all) to a tar file, gzipped if its name ends in gz. Those written: all that verify; if
-        none does, no file is written."""
-        chosen: dict[str, Entry] = {}
-        for each in self.entries() if entries is None else entries:
-            entry = self._look(each.path, each.root, each.read_only)
-            if entry is not None:
-                chosen.setdefault(f"{each.path.parent.name}/{each.path.name}", entry)
-        if not chosen:
-            return []
-        pack(
-            tar_path,
-            (
-                (f"{name}/{path.name}", path.read_bytes())
-                for name, entry in sorted(chosen.items())
-                for path in (entry.artefact, entry.path / LOG, entry.path / META)
-                if path.is_file()
-            ),
-        )
-        return list(chosen.values())
+        def build(directory: Path) -> Built:
+            _logger.info("first use of the %s %s: compiling it with %s", self.title, spec.slug, compiler.id)
+            began = time.perf_counter()
+            built = compiler.compile(spec, directory)
+            seconds.append(time.perf_counter() - began)
+            return built
 
-    def note(self, name: str) -> Any:
-        """What `remember` was told under this name, or None."""
-        for root, read_only in self.roots():
-            with contextlib.suppress(Refused, OSError, ValueError):
-                files.check_directory(root / "notes", files.owners(read_only))
-                return json.loads(files.read(root / "notes" / f"{name}.json", files.owners(read_only)))
-        return None
+        try:
+            entry = default_cache().get(self.key_of(spec, compiler.id), build, f"the {self.title} {spec.slug}")
+        except BuildError as error:
+            self._failed[spec, compiler.id] = error.again()
+            raise
+        if seconds and seconds[0] > 2:
+            _logger.info("compiled the %s %s in %.1f s into %s", self.title, spec.slug, seconds[0], entry.path)
+        return entry, "built" if seconds else "hit", time.perf_counter() - start
+
+    def available(self, spec: AnySpec, kind: str | None = None) -> str | None:
+        """None if `spec` can be had here, from memory, the cache or a compiler; else the reason. Compiles nothing."""
+        if kind is None and spec in self._loaded:
+            return None
+        compiler = self.compiler(spec, kind)
+        failed = None if compiler is None else self._failed.get((spec, compiler.id))
+        if compiler is not None and failed is None:
+            return None
+        if self.find(spec, kind) is not None:  # another process may have made it since
+            return None
+        if failed is None:
+            return self.absent(spec, kind)
+        return f"compiling {spec.slug} failed: {failed.reason.splitlines()[0]}"
+
+    def find(self, spec: AnySpec, kind: str | None = None) -> Entry | None:
+        """The artefact that serves `spec` here, if there is one: this machine's compiler's, else one that `serves`."""
+        cache, compiler = default_cache(), self.compiler(spec, kind)
+        key = self.key_of(spec, compiler.id if compiler else "none")
+        entry = cache.find(key) if compiler else None
+        return entry or next((each for each in cache.alternatives(key) if self.serves(each, kind)), None)
+
+    def key_of(self, spec: AnySpec, compiler_id: str) -> Key:
+        """The cache key of `spec` as that compiler makes it."""
+        return Key(self.group, spec.slug, dataclasses.asdict(spec), self.digest(spec), compiler_id)
+
+    def install_all(self, entries: Iterable[Entry]) -> dict[str, str]:
+        """`install` this store's own of `entries`; the names of those that could not be, with the reason."""
+        left = {}
+        for entry in entries:
+            if entry.key.group == self.group:
+                try:
+                    note = self.install(entry)
+                except Exception as error:  # whatever a runtime or a file system comes up with: it compiles then
+                    note = f"{type(error).__name__}: {error}"
+                if note:
+                    left[entry.path.name] = note
+        return left
+
+    def forget(self) -> None:
+        """Drop what this process has loaded and which builds failed, so that the next use starts from the cache."""
+        self._loaded.clear()
+        self._failed.clear()

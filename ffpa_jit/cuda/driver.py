@@ -53,7 +53,7 @@ class Driver:
     def __init__(self, library: str = "libcuda.so.1") -> None:
         cuda = ctypes.CDLL(library)
         pointer = POINTER(c_void_p)
-        self._prototypes = {
+        prototypes = {
             "cuInit": [c_uint],
             "cuGetErrorName": [c_int, POINTER(c_char_p)],
             "cuGetErrorString": [c_int, POINTER(c_char_p)],
@@ -67,7 +67,7 @@ class Driver:
             "cuFuncSetAttribute": [c_void_p, c_int, c_int],
             "cuLaunchKernel": [c_void_p, *[c_uint] * 7, c_void_p, c_void_p, c_void_p],
         }
-        for name, argtypes in self._prototypes.items():
+        for name, argtypes in prototypes.items():
             function = getattr(cuda, name)
             function.argtypes, function.restype = argtypes, c_int
         self._cuda = cuda
@@ -128,12 +128,8 @@ class Driver:
         name, meaning = c_char_p(), c_char_p()
         self._cuda.cuGetErrorName(code, byref(name))
         self._cuda.cuGetErrorString(code, byref(meaning))
-        return CudaError(
-            code,
-            (name.value or b"an unknown CUDA error").decode(),
-            (meaning.value or b"no description").decode(),
-            doing,
-        )
+        called, means = name.value or b"an unknown CUDA error", meaning.value or b"no description"
+        return CudaError(code, called.decode(), means.decode(), doing)
 
     def _check(self, code: int, doing: str) -> None:
         if code:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ffpa_jit.cuda.params import ForwardParams
+from ffpa_jit.kernel_spec import Spec, check
 
 __all__ = [
     "ARCHS", "FAST_F16", "HEAD_DIMS", "MAIN", "SOURCES", "KernelSpec", "Tile", "defines", "has_tma", "sources",
@@ -32,23 +33,17 @@ FAST_F16 = ("sm_86", "sm_89", "sm_120", "sm_121")
 HEAD_DIMS = tuple(range(320, 1025, 64))
 """The instantiated head dims; each serves those down to the one before it, and 320 those from 257 on."""
 
-_DTYPES = {"float16": "fp16", "bfloat16": "bf16"}
-
 
 @dataclass(frozen=True, slots=True)
-class KernelSpec:
+class KernelSpec(Spec):
     """One instantiation. `head_dim`: a multiple of 64 from 320 to 1024; `acc`: accumulator of the matrix products."""
 
-    arch: str
-    head_dim: int
-    dtype: str
     acc: str
     stages: int
 
     @property
-    def slug(self) -> str:
-        """Readable name, for example "sm_90-d512-bf16-f32-s2"."""
-        return f"{self.arch}-d{self.head_dim}-{_DTYPES[self.dtype]}-{self.acc}-s{self.stages}"
+    def variant(self) -> str:
+        return f"{self.acc}-s{self.stages}"
 
 
 def spec_for(arch: str, head_dim: int, dtype: str, acc: str = "f32", stages: int | None = None) -> KernelSpec:
@@ -57,13 +52,7 @@ def spec_for(arch: str, head_dim: int, dtype: str, acc: str = "f32", stages: int
     `dtype`: "float16" or "bfloat16" ("fp16", "bf16"). `stages`: None is what measured best, two large chunks where
     shared memory is plentiful and three small ones where it is not.
     """
-    dtype = {short: name for name, short in _DTYPES.items()}.get(dtype, dtype)
-    if arch not in ARCHS:
-        raise ValueError(f"arch={arch!r} has no CUDA kernel; choose one of {', '.join(ARCHS)}")
-    if not 256 < head_dim <= 1024 or head_dim % 8:
-        raise ValueError(f"head_dim={head_dim} has no CUDA kernel; they serve multiples of 8 from 264 to 1024")
-    if dtype not in _DTYPES:
-        raise ValueError(f"dtype={dtype!r} has no CUDA kernel; choose 'float16' or 'bfloat16'")
+    dtype = check("CUDA kernel", arch, head_dim, dtype, archs=ARCHS, largest=HEAD_DIMS[-1])
     if acc not in ("f32", "f16"):
         raise ValueError(f"acc={acc!r}: choose 'f32' or 'f16'")
     if acc == "f16" and dtype == "bfloat16":
@@ -102,13 +91,7 @@ def _shared_bytes(tile: Tile, head_dim: int, stages: int) -> int:
     """Q, P, the ring, row statistics, row descriptions and barriers: the sum that `tile.cuh` checks."""
     slot = max(tile.keys * tile.key_chunk, tile.value_rows * tile.value_cols) * 2
     rows = tile.rows
-    return (
-        rows * head_dim * 2
-        + rows * tile.keys * 2
-        + stages * slot
-        + rows * (tile.col_warps * 4 + 24)
-        + 8 * (2 * stages + 1)
-    )
+    return rows * (2 * head_dim + 2 * tile.keys + tile.col_warps * 4 + 24) + stages * slot + 8 * (2 * stages + 1)
 
 
 @functools.cache
@@ -127,7 +110,7 @@ def tile_of(spec: KernelSpec) -> Tile:
 def _shapes(head_dim: int) -> list[Tile]:
     """Tile shapes for a head dim, fastest first, down to one that fits 99 KiB with four stages.
 
-    What makes a shape fast: large chunks (each costs about 250 clocks of empty pipes), then 32 x 32 scores a warp, then
+    What makes a shape fast: large chunks (each costs about 250 cycles of empty pipes), then 32 x 32 scores a warp, then
     rows. What limits it: O takes rows * head_dim / threads registers of 255.
     """
     best = {
@@ -144,25 +127,15 @@ def _shapes(head_dim: int) -> list[Tile]:
         960: Tile(2, 4, 1, 128, 256, 32, 960),
         1024: Tile(1, 8, 2, 128, 256, 32, 1024),
     }[head_dim]
-    if head_dim <= 512:
-        smaller = [
-            Tile(2, 4, 2, 128, 128, 32, head_dim),
-            Tile(2, 4, 2, 128, 64, 16, head_dim),
-            Tile(2, 4, 2, 64, 64, 16, head_dim),
-            Tile(2, 4, 2, 64, 64, 64, 64),
-            Tile(2, 4, 1, 64, 64, 64, 64),
-        ]
+    d = head_dim
+    if d <= 512:
+        smaller = [(2, 4, 2, 128, 128, 32, d), (2, 4, 2, 128, 64, 16, d), (2, 4, 2, 64, 64, 16, d),
+                   (2, 4, 2, 64, 64, 64, 64), (2, 4, 1, 64, 64, 64, 64)]  # fmt: skip
     else:
-        wide = [Tile(2, 4, 2, 128, 128, 16, head_dim), Tile(2, 4, 2, 128, 64, 16, head_dim)]
-        smaller = [
-            *(wide if head_dim <= 640 else []),
-            Tile(2, 4, 1, 128, 128, 16, head_dim),
-            Tile(2, 4, 1, 128, 64, 16, head_dim),
-            Tile(2, 4, 1, 64, 128, 16, head_dim),
-            Tile(2, 4, 1, 64, 64, 64, 64),
-            Tile(1, 4, 1, 64, 64, 64, 64),
-        ]
-    return [best, *smaller]
+        wide = [(2, 4, 2, 128, 128, 16, d), (2, 4, 2, 128, 64, 16, d)] if d <= 640 else []
+        smaller = [*wide, (2, 4, 1, 128, 128, 16, d), (2, 4, 1, 128, 64, 16, d), (2, 4, 1, 64, 128, 16, d),
+                   (2, 4, 1, 64, 64, 64, 64), (1, 4, 1, 64, 64, 64, 64)]  # fmt: skip
+    return [best, *(Tile(*shape) for shape in smaller)]
 
 
 def defines(spec: KernelSpec) -> dict[str, str]:

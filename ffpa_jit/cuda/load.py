@@ -1,6 +1,6 @@
 """Load a compiled kernel and launch it on a CUDA stream.
 
-Two kinds of artefact, told apart by their suffix:
+Two kinds of artefact, by their suffix:
 
 - `.so` (nvcc): its own `ffpa_launch` launches through the CUDA runtime linked into it. A library that also exports
   `int ffpa_prepare()` has it called once a device; it makes that device ready to launch and returns a cudaError_t.
@@ -45,8 +45,8 @@ class Kernel(Protocol):
 def load(artefact: Path, *, threads: int, shared_bytes: int) -> Kernel:
     """The kernel in `artefact`, a file that is trusted: a library's code runs here.
 
-    `threads` of a block and dynamic `shared_bytes` of the forward kernel: a cubin's launch needs to be told. OSError if
-    the file cannot be opened as what it is (another glibc, a directory mounted noexec) or there is no driver.
+    `threads` of a block and dynamic `shared_bytes` of the forward kernel: a cubin's launch takes them. OSError if the
+    file cannot be opened as what it is (another glibc, a directory mounted noexec) or there is no driver.
     """
     if artefact.suffix == ".so":
         return _Library(artefact)

@@ -15,7 +15,6 @@ import shlex
 import shutil
 import tempfile
 import threading
-import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -46,15 +45,11 @@ def loader_missing() -> str | None:
 class NvccCompiler:
     """nvcc through `torch.utils.cpp_extension.load`; one build at a time in a process."""
 
-    kind: recipe.Kind = "nvcc"
     _lock = threading.Lock()
 
     def __init__(self, tools: Nvcc) -> None:
         self._tools = tools
-        self.ident = tools.ident
-
-    def flags(self, spec: KernelSpec) -> list[str]:
-        return recipe.nvcc_flags(spec)
+        self.id = tools.compiler_id
 
     def compile(self, spec: KernelSpec, directory: Path) -> Built:
         work = directory / "work"
@@ -74,32 +69,30 @@ class NvccCompiler:
         # The loader opens what it has built, and a name that it has opened before would be built as another.
         name = f"ffpa_{uuid.uuid4().hex}"
         library_file = work / f"{name}.so"
-        start = time.perf_counter()
+        flags = recipe.nvcc_flags(spec)
         with self._lock, self._loader(spec) as load:
             try:
                 load(
                     name,
                     [str(work / MAIN)],
-                    extra_cuda_cflags=[*self.flags(spec), "-ccbin", shlex.quote(str(self._tools.host_compiler))],
+                    extra_cuda_cflags=[*flags, "-ccbin", shlex.quote(str(self._tools.host_compiler))],
                     extra_ldflags=["-Lempty", f"-L{shlex.quote(str(self._tools.libraries))}", *recipe.LINK_FLAGS],
                     build_directory=str(work),
                     is_python_module=False,
                 )
             except (RuntimeError, ValueError) as error:  # the message holds all that ninja wrote
-                raise recipe.failed(spec, self.ident, str(error), directory) from None
+                raise recipe.failed(spec, self.id, str(error), directory) from None
             except OSError:  # where nothing can be opened (a directory mounted noexec), it is built none the less
                 if not library_file.exists():
                     raise
-        seconds = time.perf_counter() - start
-        (directory / "build.log").write_text(
-            f"{self.ident}: {spec.slug} in {seconds:.1f} s\n{(work / 'build.ninja').read_text(errors='replace')}"
-        )
+        ninja = (work / "build.ninja").read_text(errors="replace")
+        (directory / "build.log").write_text(f"{self.id}: {spec.slug}\n{ninja}")
         shutil.move(library_file, directory / "kernel.so")
-        return Built("kernel.so", {"flags": self.flags(spec)})
+        return Built("kernel.so", {"flags": flags})
 
     @contextmanager
     def _loader(self, spec: KernelSpec) -> Iterator[Callable[..., object]]:
-        """`cpp_extension.load`, told of this toolchain through the environment, which is put back afterwards."""
+        """`cpp_extension.load` with this toolchain in the environment, which is put back afterwards."""
         from torch.utils import cpp_extension
 
         sm, tools = spec.arch.removeprefix("sm_"), self._tools
@@ -129,9 +122,8 @@ def _environment(wanted: Mapping[str, str | None]) -> Iterator[None]:
 
     def put(values: Mapping[str, str | None]) -> None:
         for name, value in values.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
+            os.environ.pop(name, None)
+            if value is not None:
                 os.environ[name] = value
 
     before = {name: os.environ.get(name) for name in wanted}

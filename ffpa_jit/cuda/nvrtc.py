@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import time
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -19,49 +18,39 @@ __all__ = ["NvrtcCompiler"]
 class NvrtcCompiler:
     """NVRTC through ctypes, in this process."""
 
-    kind: recipe.Kind = "nvrtc"
-
     def __init__(self, tools: Nvrtc) -> None:
         self._tools = tools
-        self.ident = tools.ident
-
-    def flags(self, spec: KernelSpec) -> list[str]:
-        return recipe.nvrtc_flags(spec)
+        self.id = tools.compiler_id
 
     def compile(self, spec: KernelSpec, directory: Path) -> Built:
-        nvrtc = _nvrtc(self._tools)
-        texts = dict(recipe.texts())
+        nvrtc, flags, texts = _nvrtc(self._tools), recipe.nvrtc_flags(spec), dict(recipe.texts())
         main = texts.pop(MAIN)
-        options = [flag.encode() for flag in self.flags(spec)]
-        start = time.perf_counter()
         program, size = ctypes.c_void_p(), ctypes.c_size_t()
 
-        def check(code: int) -> None:
+        def check(code: int, log: str = "NVRTC: ") -> None:
             if code:
-                raise recipe.failed(spec, self.ident, f"NVRTC: {nvrtc.nvrtcGetErrorString(code).decode()}", directory)
+                log += nvrtc.nvrtcGetErrorString(code).decode()
+                raise recipe.failed(spec, self.id, log, directory)
 
         check(nvrtc.nvrtcCreateProgram(
             ctypes.byref(program), main, MAIN.encode(),
             len(texts), _strings(texts.values()), _strings(name.encode() for name in texts),
         ))  # fmt: skip
         try:
-            code = nvrtc.nvrtcCompileProgram(program, len(options), _strings(options))
+            code = nvrtc.nvrtcCompileProgram(program, len(flags), _strings(flag.encode() for flag in flags))
             check(nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size)))
             log = ctypes.create_string_buffer(size.value)
             check(nvrtc.nvrtcGetProgramLog(program, log))
             text = log.value.decode(errors="replace")
-            if code:
-                meaning = nvrtc.nvrtcGetErrorString(code).decode()
-                raise recipe.failed(spec, self.ident, f"{text}\n{meaning}" if text.strip() else meaning, directory)
+            check(code, f"{text}\n" if text.strip() else "")
             check(nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size)))
             cubin = ctypes.create_string_buffer(size.value)
             check(nvrtc.nvrtcGetCUBIN(program, cubin))
         finally:
             nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
         (directory / "kernel.cubin").write_bytes(cubin.raw)
-        head = f"{self.ident}: {spec.slug} in {time.perf_counter() - start:.1f} s\n{' '.join(self.flags(spec))}\n"
-        (directory / "build.log").write_text(head + text)
-        return Built("kernel.cubin", {"flags": self.flags(spec)})
+        (directory / "build.log").write_text(f"{self.id}: {spec.slug}\n{' '.join(flags)}\n{text}")
+        return Built("kernel.cubin", {"flags": flags})
 
 
 def _strings(values: Iterable[bytes]) -> ctypes.Array[ctypes.c_char_p]:

@@ -1,4 +1,4 @@
-"""What the two compilers have in common: the sources, the flags, the digest of both, and what a compiler is."""
+"""What the two compilers have in common: the sources, the flags, and the digest of both."""
 
 from __future__ import annotations
 
@@ -7,34 +7,14 @@ import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal, Protocol
 
-from ffpa_jit.cache import Built
+from ffpa_jit.build_error import BuildError
 from ffpa_jit.cuda.instantiate import KernelSpec, defines, sources, tile_of
-from ffpa_jit.toolchain import BuildError
 
-__all__ = ["LINK_FLAGS", "Compiler", "Kind", "failed", "nvcc_flags", "nvrtc_flags", "source_digest", "texts"]
-
-Kind = Literal["nvcc", "nvrtc"]
+__all__ = ["LINK_FLAGS", "failed", "nvcc_flags", "nvrtc_flags", "source_digest", "texts"]
 
 # Only the launcher is exported, so that no other copy of the CUDA runtime in the process can be mixed with this one.
 LINK_FLAGS = ("-Wl,--as-needed", "-Wl,--exclude-libs,ALL", "-s", "-lcudart_static", "-lrt", "-lpthread", "-ldl")
-
-
-class Compiler(Protocol):
-    """One way to compile a kernel on this machine. `ident` names the compiler and its build, for cache keys."""
-
-    @property
-    def kind(self) -> Kind: ...
-    @property
-    def ident(self) -> str: ...
-    def flags(self, spec: KernelSpec) -> list[str]:
-        """The compiler's flags for `spec`, macros included; no path is among them."""
-        ...
-
-    def compile(self, spec: KernelSpec, directory: Path) -> Built:
-        """Compile `spec` in `directory`, which is empty and this call's own. BuildError, its log in `directory`."""
-        ...
 
 
 def nvcc_flags(spec: KernelSpec) -> list[str]:
@@ -71,8 +51,8 @@ def source_digest(spec: KernelSpec) -> str:
     return digest.hexdigest()
 
 
-def failed(spec: KernelSpec, ident: str, log: str, directory: Path) -> BuildError:
+def failed(spec: KernelSpec, compiler_id: str, log: str, directory: Path) -> BuildError:
     """The error of a build whose output is `log`, which is kept as `build.log` in `directory`."""
     path = directory / "build.log"
-    path.write_text(f"{ident}: {spec.slug}\n{log}")
-    return BuildError(f"{spec.slug} with {ident}", log, path)
+    path.write_text(f"{compiler_id}: {spec.slug}\n{log}")
+    return BuildError(f"{spec.slug} with {compiler_id}", log, path)

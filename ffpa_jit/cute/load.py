@@ -39,7 +39,7 @@ class Kernel:
         device = context.current_device()
         first = device not in self._launched
         if first:
-            refuse_capture(f"the first launch of the CuTe-DSL kernel {self._name} on a device")
+            refuse_capture(f"the first launch of the CuTe DSL kernel {self._name} on a device")
         frame = self._frames.frame
         frame.pack_into(frame.buffer, 0, *arguments, 0)
         if self._runtime.CuteDSLRT_Function_Run(self._function, frame.pointers, frame.count):
@@ -84,7 +84,7 @@ def load(artefact: Path, arguments: str, prefix: str, runtime_path: Path) -> Ker
     `arguments`: the types of its arguments; `prefix`: the name that it was exported by.
     """
     name = artefact.parent.name
-    refuse_capture(f"loading the CuTe-DSL kernel {name}")
+    refuse_capture(f"loading the CuTe DSL kernel {name}")
     runtime = _runtime(runtime_path)
     data = artefact.read_bytes()
     libraries = (c_char_p * 1)(str(runtime_path).encode())

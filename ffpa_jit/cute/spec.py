@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
+from ffpa_jit.kernel_spec import Spec, check
+
 __all__ = ["ARCHS", "HEAD_DIMS", "KernelSpec", "served_by", "spec_for", "target_of"]
 
 ARCHS = {"sm_90": "sm_90a"}
@@ -13,22 +15,16 @@ ARCHS = {"sm_90": "sm_90a"}
 HEAD_DIMS = (320, 384, 448, 512, 576, 640)
 """The instantiated head dims; each serves those down to the one before it, and 320 those from 264 on."""
 
-_DTYPES = {"float16": "fp16", "bfloat16": "bf16"}
-
 
 @dataclass(frozen=True, slots=True)
-class KernelSpec:
-    """One instantiation. `head_dim`: one of HEAD_DIMS; `dtype`: "float16" or "bfloat16"."""
+class KernelSpec(Spec):
+    """One instantiation, "sm_90-d512-bf16-causal" for example. `head_dim`: one of HEAD_DIMS."""
 
-    arch: str
-    head_dim: int
-    dtype: str
     is_causal: bool
 
     @property
-    def slug(self) -> str:
-        """Readable name, for example "sm_90-d512-bf16-causal"."""
-        return f"{self.arch}-d{self.head_dim}-{_DTYPES[self.dtype]}-{'causal' if self.is_causal else 'full'}"
+    def variant(self) -> str:
+        return "causal" if self.is_causal else "full"
 
 
 def target_of(spec: KernelSpec) -> str:
@@ -51,15 +47,6 @@ def spec_for(arch: str, head_dim: int, dtype: str, is_causal: bool) -> KernelSpe
 
     `arch`: "sm_90" or "sm_90a", which is the same. `dtype`: "float16" or "bfloat16" ("fp16", "bf16").
     """
-    dtype = {short: name for name, short in _DTYPES.items()}.get(dtype, dtype)
     arch = {target: name for name, target in ARCHS.items()}.get(arch, arch)
-    if arch not in ARCHS:
-        raise ValueError(f"arch={arch!r} has no CuTe-DSL kernel; choose one of {', '.join(ARCHS)}")
-    instantiated = None if head_dim % 8 else served_by(head_dim)
-    if instantiated is None:
-        raise ValueError(
-            f"head_dim={head_dim} has no CuTe-DSL kernel; they serve multiples of 8 from 264 to {HEAD_DIMS[-1]}"
-        )
-    if dtype not in _DTYPES:
-        raise ValueError(f"dtype={dtype!r} has no CuTe-DSL kernel; choose 'float16' or 'bfloat16'")
-    return KernelSpec(arch, instantiated, dtype, bool(is_causal))
+    dtype = check("CuTe DSL kernel", arch, head_dim, dtype, archs=ARCHS, largest=HEAD_DIMS[-1])
+    return KernelSpec(arch, -(-head_dim // 64) * 64, dtype, bool(is_causal))

@@ -9,6 +9,7 @@ tells how much a CPU can do, and an object runs where at least as much can be do
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import importlib.util
@@ -22,21 +23,21 @@ __all__ = ["RUNTIME", "Toolkit", "find", "forget", "host_level", "runs_here"]
 
 RUNTIME = "libcute_dsl_runtime.so"
 
-_LEVELS = (  # the x86-64 psABI's, by the names of /proc/cpuinfo
-    ("x86-64-v4", {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}),
-    ("x86-64-v3", {"avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe", "xsave"}),
-    ("x86-64-v2", {"cx16", "lahf_lm", "popcnt", "sse4_1", "sse4_2", "ssse3"}),
-)
+_LEVELS = {  # the x86-64 psABI's, lowest first, by the names of /proc/cpuinfo
+    "x86-64-v2": {"cx16", "lahf_lm", "popcnt", "sse4_1", "sse4_2", "ssse3"},
+    "x86-64-v3": {"avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe", "xsave"},
+    "x86-64-v4": {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"},
+}
 
 
 @dataclass(frozen=True)
 class Toolkit:
-    """`flavour`: the build in use, "cu12" or "cu13". `version`: of the distribution. `ident`: it and all that belongs
-    to it, for cache keys. `runtime`: the library that loads objects."""
+    """`cuda_variant`: the build in use, "cu12" or "cu13". `version`: of the distribution. `compiler_id`: it and all
+    that belongs to it, for cache keys. `runtime`: the library that loads objects."""
 
-    flavour: str
+    cuda_variant: str
     version: str
-    ident: str
+    compiler_id: str
     runtime: Path
 
 
@@ -59,18 +60,17 @@ def _find() -> Toolkit | str:
     versions = _versions(root.parent)
     if "nvidia-cutlass-dsl" not in versions:
         return f"{root} belongs to no installed nvidia-cutlass-dsl: pip install 'ffpa-jit[cute]'"
-    flavours = {int(path.parents[1].name[2:]): path for path in root.glob(f"cu[0-9]*/lib/{RUNTIME}")}
+    variants = {int(path.parents[1].name[2:]): path for path in root.glob(f"cu[0-9]*/lib/{RUNTIME}")}
     driver = _driver_major()
-    usable = [major for major in flavours if driver is None or major <= driver]
+    usable = [major for major in variants if driver is None or major <= driver]
     if not usable:
-        there = ", ".join(f"cu{major}" for major in sorted(flavours)) or f"no {RUNTIME}"
+        there = ", ".join(f"cu{major}" for major in sorted(variants)) or f"no {RUNTIME}"
         limit = "" if driver is None else f", and the driver supports up to CUDA {driver}"
         return f"nvidia-cutlass-dsl in {root} has {there}{limit}: pip install --force-reinstall 'ffpa-jit[cute]'"
-    flavour = f"cu{max(usable)}"
+    variant = f"cu{max(usable)}"
     version = versions.pop("nvidia-cutlass-dsl")
     parts = " ".join(_part(name, found, version) for name, found in versions.items())
-    ident = f"cutlass-dsl {version} ({parts}) {flavour}"
-    return Toolkit(flavour, version, ident, flavours[max(usable)])
+    return Toolkit(variant, version, f"cutlass-dsl {version} ({parts}) {variant}", variants[max(usable)])
 
 
 def _root() -> Path | None:
@@ -102,12 +102,10 @@ def _part(name: str, version: str, usual: str) -> str:
 def _driver_major() -> int | None:
     """The newest CUDA that the driver supports; None where there is no driver. Initialises nothing."""
     version = ctypes.c_int(0)
-    try:
-        if ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version)):
-            return None
-    except (OSError, AttributeError):
-        return None
-    return version.value // 1000
+    with contextlib.suppress(OSError, AttributeError):
+        if ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version)) == 0:
+            return version.value // 1000
+    return None
 
 
 @functools.lru_cache(maxsize=1)
@@ -116,15 +114,10 @@ def host_level() -> str:
     machine = platform.machine()
     if machine not in ("x86_64", "AMD64"):
         return machine
-    features: set[str] = set()
-    try:
-        with open("/proc/cpuinfo") as file:  # the first processor's; reading all of many takes milliseconds
-            line = next((line for line in file if line.startswith("flags")), "")
-        features = set(line.split())
-    except OSError:
-        pass
-    level = "x86-64"
-    for name, needed in reversed(_LEVELS):
+    level, features = "x86-64", set()
+    with contextlib.suppress(OSError), open("/proc/cpuinfo") as file:  # the first's; reading all takes milliseconds
+        features = set(next((line for line in file if line.startswith("flags")), "").split())
+    for name, needed in _LEVELS.items():
         if not needed <= features:
             break
         level = name
@@ -133,6 +126,5 @@ def host_level() -> str:
 
 def runs_here(level: str) -> bool:
     """Whether code for a CPU of `level` runs on this one."""
-    ordered = ["x86-64", *(name for name, _ in reversed(_LEVELS))]
-    here = host_level()
+    ordered, here = ["x86-64", *_LEVELS], host_level()
     return level == here or (level in ordered and here in ordered and ordered.index(level) <= ordered.index(here))

@@ -1,35 +1,35 @@
 """Compile the Triton kernels of a call for a GPU architecture, on any machine: no GPU, no driver.
 
-The host code runs as it does for a call, on tensors without memory, with Triton told that the device is of the given
-architecture; every launch compiles its kernel and stops there. So what is compiled is what a call would compile:
-constants, strides and alignment included. Lengths, head counts and block sizes are not constants of a kernel, so that a
-few small calls (`SAMPLES`) launch what calls of any size do.
+The host code runs as it does for a call, on tensors without memory, with a Triton driver of the given architecture;
+every launch compiles its kernel and stops there. So what is compiled is what a call would compile: constants, strides
+and alignment included. Lengths, head counts and block sizes are not constants of a kernel, so that a few small calls
+(`SAMPLES`) launch what calls of any size do.
 
 To launch, Triton also needs C modules of its own, which it compiles with the host compiler and keeps in the same cache:
 `cuda_utils`, and up to Triton 3.6 one `__triton_launcher` a signature. `helper_modules` makes them without a GPU. They
 link against libcuda.so.1; where there is none, a stub stands in, which only the compiling process ever loads.
 
-Works with Triton 3.5 to 3.9; 3.4 compiles the forward only, because the backward has a recursive function. Kernels do
-not depend on how many processors or how much memory a device has.
+Works with Triton 3.5 to 3.9. Kernels do not depend on how many SMs or how much memory a device has.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from ffpa_jit.triton.configs import uses_tma
+from ffpa_jit.triton.configs import has_one_launch, uses_tma
 
 __all__ = [
     "SAMPLES", "SPLIT", "WHOLE", "HelperModule", "Launch", "Sample", "check_triton", "compile_call", "compile_only",
@@ -39,13 +39,13 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Sample:
-    """A small call. `processors` (of the imagined device) and `workspace` (bytes) decide how its backward is cut;
+    """A small call. `sms` (of the imagined device) and `workspace` (bytes) decide how its backward is cut;
     `transposed` is the layout [B, N, H, D]."""
 
     heads: int = 2
     heads_kv: int = 1
     length: int = 256
-    processors: int = 1
+    sms: int = 1
     workspace: int = 512 << 20
     grad_lse: bool = False
     transposed: bool = False
@@ -56,8 +56,8 @@ class Sample:
 WHOLE = Sample()
 """A call that fits the workspace: the usual case."""
 
-SPLIT = Sample(processors=1024)
-"""Few key tiles for many processors: the key side is split and goes through float32 sums."""
+SPLIT = Sample(length=512, sms=1024)
+"""Few key tiles for many SMs: the key side is split and goes through float32 sums."""
 
 SAMPLES = (
     WHOLE,
@@ -67,7 +67,7 @@ SAMPLES = (
     Sample(16, 1, 1024, workspace=2 << 20),  # nor a column of a group: two passes with float32 sums
     # Few queries: tiles of 16, 32 and 64 rows, with keys in one part and in several.
     *(Sample(queries=n) for n in (1, 12, 32)),
-    *(Sample(length=4096, processors=132, queries=n) for n in (1, 12, 32)),
+    *(Sample(length=4096, sms=132, queries=n) for n in (1, 12, 32)),
 )
 """Between them, every kernel that a forward or a backward with all three gradients launches."""
 
@@ -82,7 +82,8 @@ def samples_for(arch: str, head_dim: int) -> tuple[Sample, ...]:
     """
     if uses_tma(arch) or head_dim % 128 == 0:
         return SAMPLES
-    return SAMPLES + tuple(replace(each, processors=n) for each in _LAYOUTS for n in (1, 1024))
+    split = tuple(replace(each, sms=1024, length=each.length + 256) for each in _LAYOUTS)
+    return SAMPLES + _LAYOUTS + split
 
 
 @dataclass(frozen=True)
@@ -101,10 +102,10 @@ def check_triton() -> None:
     except ImportError as error:
         raise RuntimeError(f"Triton cannot be imported ({error}): pip install triton") from None
     version = tuple(int(n) for n in re.findall(r"\d+", triton.__version__)[:2])
-    if version < (3, 4):
+    if version < (3, 5):
         raise RuntimeError(
-            f"Triton {triton.__version__} has no tensor descriptors, which the kernels need: pip install 'triton>=3.4' "
-            "(with the torch that goes with it)"
+            f"Triton {triton.__version__} has not all that the kernels need: pip install 'triton>=3.5' (with the torch "
+            "that goes with it)"
         )
     if triton.knobs.runtime.interpret:
         raise RuntimeError("TRITON_INTERPRET=1 is set, and an interpreted kernel is not compiled: unset it")
@@ -119,33 +120,12 @@ def target_of(arch: str) -> Any:
     return GPUTarget("hip", arch, 64 if arch.startswith("gfx9") else 32)
 
 
-class _Device:
-    """As much of a Triton driver as compiling takes."""
-
-    def __init__(self, target: Any) -> None:
-        self.target = target
-
-    def get_current_target(self) -> Any:
-        return self.target
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-
 @contextmanager
 def _active(driver: Any) -> Iterator[None]:
     from triton.runtime.driver import driver as config
 
-    name = "_active" if hasattr(config, "_active") else "active"  # Triton 3.4: a lazy proxy under the public name
-    before = vars(config)[name]
-    config.set_active(driver)
-    try:
+    with _replaced(config, _active=driver):
         yield
-    finally:
-        setattr(config, name, before)
 
 
 @contextmanager
@@ -156,19 +136,20 @@ def compile_only(arch: str) -> Iterator[list[Launch]]:
     from triton.runtime.jit import JITFunction
 
     launches: list[Launch] = []
-    run = JITFunction.run
+    run, target = JITFunction.run, target_of(arch)
+    device = SimpleNamespace(  # as much of a Triton driver as compiling takes
+        get_current_target=lambda: target, get_current_device=lambda: 0, get_current_stream=lambda device: 0
+    )
 
     def compile_and_stop(self: Any, *args: Any, **kwargs: Any) -> Any:
         kernel = run(self, *args, **{**kwargs, "warmup": True})
         launches.append(Launch(self, kwargs, kernel))
         return kernel
 
-    JITFunction.run = compile_and_stop
     try:
-        with _active(_Device(target_of(arch))):
+        with _replaced(JITFunction, run=compile_and_stop), _active(device):
             yield launches
     finally:
-        JITFunction.run = run
         for function in {launch.function for launch in launches}:
             function.device_caches.clear()  # they remember the architecture
 
@@ -181,10 +162,7 @@ def compile_call(
     with compile_only(arch) as launches:
         for sample in samples:
             for is_causal in causal:
-                try:
-                    _call(sample, arch, head_dim, dtype, is_causal, forward, backward)
-                except RecursionError:
-                    raise RuntimeError("Triton 3.4 cannot compile the backward: pip install 'triton>=3.5'") from None
+                _call(sample, arch, head_dim, dtype, is_causal, forward, backward)
     first: dict[str, Launch] = {}
     for launch in launches:
         first.setdefault(launch.kernel.hash, launch)
@@ -194,7 +172,7 @@ def compile_call(
 def _call(
     sample: Sample, arch: str, head_dim: int, dtype: torch.dtype, is_causal: bool, forward: bool, backward: bool
 ) -> None:
-    from ffpa_jit.triton import decode, dense
+    from ffpa_jit.triton import decode, dense, fused
     from ffpa_jit.triton.terms import Terms
 
     def tensor(heads: int, length: int = sample.length) -> torch.Tensor:
@@ -207,13 +185,15 @@ def _call(
     if sample.queries:
         if forward:
             few = tensor(sample.heads, sample.queries)
-            with _replaced(decode, processors=lambda device: sample.processors):
+            with _replaced(decode, processors=lambda device: sample.sms):
                 decode.forward(few, k, v, terms, arch=arch, cap=sample.workspace)
         return
     common: dict[str, Any] = {"arch": arch, "cap": sample.workspace}
-    with _replaced(dense, processors=lambda device: sample.processors):
+    with _replaced(dense, processors=lambda device: sample.sms):
         if forward and sample.workspace == WHOLE.workspace:
             dense.forward(q, k, v, terms, **common)
+            if has_one_launch(arch):
+                fused.forward(q, k, v, terms, arch=arch)
         if backward:
             lse = torch.empty(q.shape[:-1], dtype=torch.float32, device="meta")
             grad_lse = torch.empty_like(lse) if sample.grad_lse else None
@@ -278,12 +258,10 @@ def helper_modules(kernels: Iterable[Any], directory: Path) -> list[HelperModule
             f"Triton's launcher cannot be compiled: `{' '.join(map(str, error.cmd))}` failed with {error.returncode}; "
             "it needs the headers of Python (python3-dev) and a working C compiler (CC names another one)"
         ) from error
-    except FileNotFoundError as error:
-        raise RuntimeError(f"Triton's launcher cannot be compiled: {error}; install gcc, or set CC") from error
-    except RuntimeError as error:
-        if "C compiler" in str(error):
-            raise RuntimeError("Triton's launcher cannot be compiled without gcc; install it, or set CC") from error
-        raise
+    except (FileNotFoundError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "C compiler" not in str(error):
+            raise
+        raise RuntimeError(f"Triton's launcher cannot be compiled ({error}): install gcc, or set CC") from error
     finally:
         for each in paths:
             each.cache_clear()
@@ -314,21 +292,15 @@ def _stub(header: Path, directory: Path) -> Path:
     library = folder / "libcuda.so.1"
     command = [_host_compiler(), source, "-shared", "-fPIC", "-w", "-Wl,-soname,libcuda.so.1", "-o", library]
     subprocess.run([str(each) for each in command], check=True, stdout=sys.stderr)
-    (folder / "libcuda.so").symlink_to(library.name)  # Triton 3.4 links with -lcuda
     ctypes.CDLL(str(library), mode=os.RTLD_GLOBAL)
     return folder
 
 
 def _host_compiler() -> str:
     """What Triton will call: $CC, else gcc, else clang."""
-    import shutil
-
     from triton import knobs
 
-    found = None
-    with contextlib.suppress(AttributeError):
-        found = knobs.build.cc
-    found = found or shutil.which("gcc") or shutil.which("clang")
+    found = getattr(knobs.build, "cc", None) or shutil.which("gcc") or shutil.which("clang")
     if found is None:
         raise RuntimeError("there is no C compiler")
     return str(found)
