@@ -64,7 +64,10 @@ class Consumer {
 #pragma unroll
         for (int b = 0; b < kBlocks; ++b)
 #pragma unroll
-          for (int n = 0; n < 2; ++n) out_[m][b][n][half * 2] *= inverse, out_[m][b][n][half * 2 + 1] *= inverse;
+          for (int n = 0; n < 2; ++n)
+#pragma unroll
+            for (int i = half * 2; i < half * 2 + 2; ++i)
+              out_[m][b][n][i] = total == 0.0f ? 0.0f : out_[m][b][n][i] * inverse;  // 0 even if V holds a NaN
         const RowInfo& info = rows[row];
         const i64 at = static_cast<i64>(info.batch_head) * p_.len_q + info.query;
         const bool inside = first_of_tile + row < rows_total;

@@ -10,7 +10,7 @@ Written in Gluon, because the schedule is the point and Triton's pipeliner issue
     wait V0, O0 += P V0      wait V1, O1 += P V1      refill V0, V1 as they end
 
 Two warpgroups: in a product of scores each has half of the keys, in one of values half of the columns. Rows are padded
-to 64. Of 6900 clocks that 128 KiB take at 19 bytes a clock and processor (4.4 TB/s), the scores take 1600 (Q comes from
+to 64. Of 6900 cycles that 128 KiB take at 19 bytes a clock and SM (4.4 TB/s), the scores take 1600 (Q comes from
 shared memory), the values 2100, the softmax about 700. Shared memory at D=512: Q 64, K and V 128, P 16 KiB. Registers:
 206, of which O takes 128.
 """
@@ -51,7 +51,7 @@ def _fetch(x, b, h, col, d: gl.constexpr, buffer, ready, wanted):
 @gluon.jit
 def _load_query(q, line, inside, d: gl.constexpr, D: gl.constexpr, buffer, WIDTH: gl.constexpr, LAYOUT: gl.constexpr):
     cols = d + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, LAYOUT))
-    x = gl.load(q[0] + line[:, None] + cols[None, :], mask=inside[:, None] & (cols < D)[None, :], other=0.0)
+    x = gl.load(q.ptr + line[:, None] + cols[None, :], mask=inside[:, None] & (cols < D)[None, :], other=0.0)
     buffer.store(x)
 
 
@@ -63,17 +63,17 @@ def _store_piece(out, line, inside, d: gl.constexpr, o, SPLIT: gl.constexpr, D: 
     if SPLIT:
         gl.store(out + at, o, mask=visible)
     else:
-        gl.store(out[0] + at, o.to(out[0].dtype.element_ty), mask=visible)
+        gl.store(out.ptr + at, o.to(out.ptr.dtype.element_ty), mask=visible)
 
 
 @gluon.jit(
     do_not_specialize=[
-        "reference_ptr", "sum_ptr", "keep_scale", "len_q", "len_kv", "heads_kv", "group", "row_tiles", "splits",
+        "row_max_ptr", "sum_ptr", "keep_scale", "len_q", "len_kv", "heads_kv", "group", "row_tiles", "splits",
         "left", "right",
     ]
 )  # fmt: skip
 def attend(
-    q, k0, k1, v0, v1, out, partial, reference_ptr, sum_ptr, lse_ptr, scale_log2, keep_scale,
+    q, k0, k1, v0, v1, out, partial, row_max_ptr, sum_ptr, lse_ptr, scale_log2, keep_scale,
     len_q, len_kv, heads_kv, group, row_tiles, splits, left, right,
     D: gl.constexpr, W1: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
@@ -81,7 +81,7 @@ def attend(
     ROWS: gl.constexpr = 64
     BLOCK_N: gl.constexpr = 64
     W0: gl.constexpr = 256
-    dtype: gl.constexpr = q[0].dtype.element_ty
+    dtype: gl.constexpr = q.ptr.dtype.element_ty
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, BLOCK_N // 2, 16])
     WIDE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, W0 // 2, 16])
     TAIL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, W1 // 2, 16])
@@ -117,7 +117,7 @@ def attend(
 
     i = tile * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, QUERY))
     h = h_kv * group + i % group
-    line = (b.to(gl.int64) * q[1] + h.to(gl.int64) * q[2] + (i // group).to(gl.int64) * q[3]) * 8
+    line = (b.to(gl.int64) * q.stride_b + h.to(gl.int64) * q.stride_h + (i // group).to(gl.int64) * q.stride_n) * 8
     _load_query(q, line, i < n_rows, 0, D, query0.index(0), W0, QUERY)
     _load_query(q, line, i < n_rows, W0, D, query1.index(0), W1, QUERY)
     fence_async_shared()
@@ -126,7 +126,7 @@ def attend(
     low = gl.maximum(i // group + offset - left, 0)[:, None]
     high = gl.minimum(i // group + offset + right + 1, len_kv)[:, None]
     m = gl.full([ROWS], _FLOOR, gl.float32, gl.SliceLayout(1, SCORES))
-    total = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, SCORES))
+    row_sum = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, SCORES))
     o0 = gl.zeros([ROWS, W0], gl.float32, WIDE)
     o1 = gl.zeros([ROWS, W1], gl.float32, TAIL)
     zero = gl.zeros([ROWS, BLOCK_N], gl.float32, SCORES)
@@ -151,11 +151,11 @@ def attend(
         s = (s0 + s1) * scale_log2
         cols = (col + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, SCORES)))[None, :]
         s = gl.where((cols >= low) & (cols < high), s, float("-inf"))
-        highest = gl.maximum(m, gl.max(s, 1))
-        correction = gl.exp2(m - highest)
-        p = gl.exp2(s - highest[:, None])
-        total = total * correction + gl.sum(p, 1)
-        m = highest
+        new_max = gl.maximum(m, gl.max(s, 1))
+        correction = gl.exp2(m - new_max)
+        p = gl.exp2(s - new_max[:, None])
+        row_sum = row_sum * correction + gl.sum(p, 1)
+        m = new_max
         rounded = p.to(dtype)
         high_part, low_part = p_high.index(slot), p_low.index(slot)
         high_part.store(rounded)
@@ -185,17 +185,18 @@ def attend(
     h = h_kv * group + i % group
     if SPLIT:
         row = (unit.to(gl.int64) * splits + split) * n_rows + i
-        gl.store(reference_ptr + row, m, mask=inside)
-        gl.store(sum_ptr + row, total, mask=inside)
+        gl.store(row_max_ptr + row, m, mask=inside)
+        gl.store(sum_ptr + row, row_sum, mask=inside)
         line = row * D
         target = partial
     else:
-        factor = gl.where(total > 0.0, keep_scale / total, gl.where(total == 0.0, 0.0, total))
-        o0 *= gl.convert_layout(factor, gl.SliceLayout(1, WIDE))[:, None]
-        o1 *= gl.convert_layout(factor, gl.SliceLayout(1, TAIL))[:, None]
+        inverse_sum = gl.where(row_sum > 0.0, keep_scale / row_sum, gl.where(row_sum == 0.0, 0.0, row_sum))
+        o0 *= gl.convert_layout(inverse_sum, gl.SliceLayout(1, WIDE))[:, None]
+        o1 *= gl.convert_layout(inverse_sum, gl.SliceLayout(1, TAIL))[:, None]
         row = (b.to(gl.int64) * (heads_kv * group) + h) * len_q + i // group
-        gl.store(lse_ptr + row, _finish_lse(m, total), mask=inside)
-        line = (b.to(gl.int64) * out[1] + h.to(gl.int64) * out[2] + (i // group).to(gl.int64) * out[3]) * 8
+        gl.store(lse_ptr + row, _finish_lse(m, row_sum), mask=inside)
+        line = b.to(gl.int64) * out.stride_b + h.to(gl.int64) * out.stride_h
+        line = (line + (i // group).to(gl.int64) * out.stride_n) * 8
         target = out
     line0 = gl.convert_layout(line, gl.SliceLayout(1, WIDE))
     line1 = gl.convert_layout(line, gl.SliceLayout(1, TAIL))

@@ -1,10 +1,7 @@
 """Between a product of query and key and a probability: softcap, masks, ranges, dropout. Written once, for all kernels.
 
-Scores are kept in log2 units: ``s = scale * log2(e) * q.k``. Every kernel takes ``mods``, a tuple of what the options
-need at run time, and ``MODS``, bits that say which options there are (``terms.Terms.device`` makes both)::
-
-    mods = (mask pointer (bytes of a boolean one), its strides over batch, head, query, key, softcap in log2 units,
-            rng pointer, drop threshold, 1 / scale), the integers as ``plain`` reads them
+Scores are kept in log2 units: ``s = scale * log2(e) * q.k``. Every kernel takes ``mods`` (``params.ScoreMods``), what
+the options need at run time, and ``MOD_FLAGS``, bits that say which there are (``terms.Terms.modifiers`` makes both).
 
 Order, as in PyTorch's SDPA and in FlashAttention: scale, softcap, additive mask, then -inf for what is not visible.
 
@@ -44,44 +41,45 @@ MINIMUM_LSE = tl.constexpr(-1.2676506002282294e30)
 
 
 @triton.jit
-def plain(n):
-    """An integer of a tuple as it was given to ``terms.opaque``."""
+def decode_unspecialized(n):
+    """An integer of a tuple as it was given to ``terms.encode_unspecialized``."""
     return (n - 3) >> 1
 
 
 @triton.jit
-def capped(s, mods, MODS: tl.constexpr):
+def capped(s, mods, MOD_FLAGS: tl.constexpr):
     """``softcap * tanh(s / softcap)``, in log2 units."""
-    if SOFTCAP & MODS:
-        x = s / mods[5]
+    if SOFTCAP & MOD_FLAGS:
+        x = s / mods.softcap
         square = x * x
         # The exponential form loses the digits of small arguments, the series those of large ones.
         series = x * (1.0 - square * (0.3333333333333333 - square * 0.13333333333333333))
         large = 1.0 - 2.0 / (tl.exp2(x * (2.0 * LOG2E)) + 1.0)
-        s = tl.where(tl.abs(x) < 0.1, series, large) * mods[5]
+        s = tl.where(tl.abs(x) < 0.1, series, large) * mods.softcap
     return s
 
 
 @triton.jit
-def mask_values(mods, b, h, rows, cols, len_q, len_kv, MODS: tl.constexpr):
+def mask_values(mods, b, h, rows, cols, len_q, len_kv, MOD_FLAGS: tl.constexpr):
     """The mask at (rows, cols): [ROWS, COLS], or [1, COLS] where it is the same for all rows.
 
     ``h``: a head, or one for each row. Outside the problem: not visible, or 0 for an additive mask.
     """
-    UNIT: tl.constexpr = (16 if MASK_BOOL & MODS else 8) if MASK_ALIGNED & MODS else 1
-    line = b.to(tl.int64) * plain(mods[1]) + h.to(tl.int64) * plain(mods[2])
+    UNIT: tl.constexpr = (16 if MASK_BOOL & MOD_FLAGS else 8) if MASK_ALIGNED & MOD_FLAGS else 1
+    line = b.to(tl.int64) * decode_unspecialized(mods.mask_stride_b)
+    line = line + h.to(tl.int64) * decode_unspecialized(mods.mask_stride_h)
     inside = (cols < len_kv)[None, :]
-    if MASK_ROWS & MODS:
-        line = (line + rows.to(tl.int64) * plain(mods[3]))[:, None]
+    if MASK_ROWS & MOD_FLAGS:
+        line = (line + rows.to(tl.int64) * decode_unspecialized(mods.mask_stride_q))[:, None]
         inside = inside & (rows < len_q)[:, None]
-    if MASK_UNIT & MODS:
-        at = (mods[0] + line * UNIT) + cols[None, :]
-        if MASK_ALIGNED & MODS:
+    if MASK_UNIT & MOD_FLAGS:
+        at = (mods.mask + line * UNIT) + cols[None, :]
+        if MASK_ALIGNED & MOD_FLAGS:
             # Of an argument that is not specialised the compiler knows no alignment: without it, a load an element.
             at = tl.max_contiguous(tl.multiple_of(at, [1, 16]), [1, UNIT])
     else:
-        at = (mods[0] + line) + (cols.to(tl.int64) * plain(mods[4]))[None, :]
-    if MASK_BOOL & MODS:
+        at = (mods.mask + line) + (cols.to(tl.int64) * decode_unspecialized(mods.mask_stride_k))[None, :]
+    if MASK_BOOL & MOD_FLAGS:
         # Widened before it is compared: the compiler then changes the layout of bytes, not of what is made of them.
         values = tl.load(at, mask=inside, other=0).to(tl.int32) != 0
     else:
@@ -90,12 +88,12 @@ def mask_values(mods, b, h, rows, cols, len_q, len_kv, MODS: tl.constexpr):
 
 
 @triton.jit
-def masked(s, mods, b, h, rows, cols, len_q, len_kv, MODS: tl.constexpr):
+def masked(s, mods, b, h, rows, cols, len_q, len_kv, MOD_FLAGS: tl.constexpr):
     """``s`` under the attention mask, if there is one: -inf where it hides a key."""
-    if MASK_BOOL & MODS:
-        s = tl.where(mask_values(mods, b, h, rows, cols, len_q, len_kv, MODS), s, float("-inf"))
-    if MASK_ADD & MODS:
-        bias = mask_values(mods, b, h, rows, cols, len_q, len_kv, MODS).to(tl.float32)
+    if MASK_BOOL & MOD_FLAGS:
+        s = tl.where(mask_values(mods, b, h, rows, cols, len_q, len_kv, MOD_FLAGS), s, float("-inf"))
+    if MASK_ADD & MOD_FLAGS:
+        bias = mask_values(mods, b, h, rows, cols, len_q, len_kv, MOD_FLAGS).to(tl.float32)
         s += bias * LOG2E
         # -inf stays, what was finite and is lower than FLOOR does not. (A maximum would hide a NaN.)
         s = tl.where((s < FLOOR) & (bias > float("-inf")), FLOOR, s)
@@ -103,36 +101,36 @@ def masked(s, mods, b, h, rows, cols, len_q, len_kv, MODS: tl.constexpr):
 
 
 @triton.jit
-def mask_start(mods, b, h, rows, cols, len_q, len_kv, MODS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
+def mask_start(mods, b, h, rows, cols, len_q, len_kv, MOD_FLAGS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
     """What the accumulator of ``q.k`` starts with under MASK_FIRST: the mask, in units of unscaled scores.
 
     Beside finished scores a tile of the mask does not fit the registers of one warpgroup; before the product nothing
     else is there. Not with a softcap, which comes before the mask, nor with a scale that is not positive.
     """
-    values = mask_values(mods, b, h, rows, cols, len_q, len_kv, MODS)
-    if MASK_BOOL & MODS:
+    values = mask_values(mods, b, h, rows, cols, len_q, len_kv, MOD_FLAGS)
+    if MASK_BOOL & MOD_FLAGS:
         start = tl.where(values, 0.0, float("-inf"))
     else:
         start = values.to(tl.float32)
-        start = tl.where((start < FLOOR) & (start > float("-inf")), FLOOR, start) * mods[8]
+        start = tl.where((start < FLOOR) & (start > float("-inf")), FLOOR, start) * mods.inverse_scale
     return tl.broadcast_to(start, [ROWS, COLS])
 
 
 @triton.jit
-def floored(s, MODS: tl.constexpr):
+def floored(s, MOD_FLAGS: tl.constexpr):
     """Scores that started with a mask: what is finite and about FLOOR or lower becomes FLOOR."""
-    if MASK_ADD & MODS:
+    if MASK_ADD & MOD_FLAGS:
         s = tl.where((s < FLOOR * 0.99) & (s > float("-inf")), FLOOR, s)
     return s
 
 
 @triton.jit
-def modified(s, mods, b, h, rows, cols, len_q, len_kv, MODS: tl.constexpr):
+def modified(s, mods, b, h, rows, cols, len_q, len_kv, MOD_FLAGS: tl.constexpr):
     """Scores with softcap and attention mask, before the visible range of each row is cut (``in_range``).
 
     ``rows``, ``cols``: indices within the sequence, 1-D. ``h``: a query head, or one for each row.
     """
-    return masked(capped(s, mods, MODS), mods, b, h, rows, cols, len_q, len_kv, MODS)
+    return masked(capped(s, mods, MOD_FLAGS), mods, b, h, rows, cols, len_q, len_kv, MOD_FLAGS)
 
 
 @triton.jit
@@ -144,7 +142,7 @@ def in_range(s, cols, low, high):
 @triton.jit
 def slope_at(s, mods):
     """Derivative of the softcap, ``1 - tanh^2``, where its result (before a mask is added) is ``s``."""
-    t = s / mods[5]
+    t = s / mods.softcap
     return tl.maximum(1.0 - t * t, 0.0)
 
 
@@ -152,31 +150,36 @@ def slope_at(s, mods):
 def slope(p, lse2, mods):
     """``slope_at``, got back from the probability where no additive mask is in it: keeping the scores would spill."""
     s = tl.log2(p) + lse2[:, None]
-    t = tl.where(p > 0.0, s / mods[5], 1.0)
+    t = tl.where(p > 0.0, s / mods.softcap, 1.0)
     return tl.maximum(1.0 - t * t, 0.0)
 
 
 @triton.jit
-def finish_lse(highest, total):
-    """LSE, natural, from the highest reference of a row (log2 units) and the sum of ``2^(s - reference)``.
+def finish_lse(row_max, row_sum):
+    """LSE, natural, from the row max (log2 units) and the sum of ``2^(s - row_max)``.
 
     -inf for a row without keys; the encoding above for a row of "minimum" scores.
     """
-    encoded = MINIMUM_LSE * (1.0 + tl.minimum(total, 8388607.0) * 1.1920928955078125e-07)
-    lse = tl.where(highest <= FLOOR, encoded, (highest + tl.log2(total)) * LN2)
-    return tl.where(total == 0.0, float("-inf"), lse)
+    encoded = MINIMUM_LSE * (1.0 + tl.minimum(row_sum, 8388607.0) * 1.1920928955078125e-07)
+    lse = tl.where(row_max <= FLOOR, encoded, (row_max + tl.log2(row_sum)) * LN2)
+    # A sum of NaN makes the LSE one, whatever the maximum (which passes over NaN, as the minimum above does).
+    return tl.where(row_sum == row_sum, tl.where(row_sum == 0.0, float("-inf"), lse), row_sum)
 
 
 @triton.jit
 def lse_to_log2(lse):
-    """What ``probability`` takes: LSE in log2 units, +inf for rows without keys, encoded ones as they are."""
-    return tl.where(lse == float("-inf"), float("inf"), tl.where(lse <= MINIMUM_LSE, lse, lse * LOG2E))
+    """What ``probability`` takes: LSE in log2 units, +inf for rows without keys, encoded ones as they are.
+
+    NaN becomes FLOOR: the P of what the row sees is then infinite or NaN, and that of what it does not see is still 0.
+    """
+    finite = tl.where(lse == float("-inf"), float("inf"), tl.where(lse <= MINIMUM_LSE, lse, lse * LOG2E))
+    return tl.where(lse == lse, finite, FLOOR)
 
 
 @triton.jit
-def probability(s, lse2, MODS: tl.constexpr):
+def probability(s, lse2, MOD_FLAGS: tl.constexpr):
     """``2^(s - lse)`` of finished scores, rows of "minimum" included."""
-    if MASK_ADD & MODS:
+    if MASK_ADD & MOD_FLAGS:
         low = lse2 <= MINIMUM_LSE
         keys = (lse2 / MINIMUM_LSE - 1.0) * 8388608.0
         lse2 = tl.where(low, tl.log2(keys), lse2)
@@ -203,7 +206,7 @@ def kept(mods, lines, rows, col, ROWS: tl.constexpr, COLS: tl.constexpr):
     ``lines``: batch * Hq + head, a scalar or [ROWS]. ``rows``: query indices [ROWS]. ``col``: the first key, a multiple
     of 32; COLS is one as well.
     """
-    seed, offset = tl.load(mods[6]), tl.load(mods[6] + 1)
+    seed, offset = tl.load(mods.rng), tl.load(mods.rng + 1)
     k0 = seed.to(tl.uint32)
     k1 = (seed >> 32).to(tl.uint32) ^ (offset >> 32).to(tl.uint32)
     calls = (col // 32) * 4 + tl.arange(0, COLS // 8)
@@ -213,7 +216,7 @@ def kept(mods, lines, rows, col, ROWS: tl.constexpr, COLS: tl.constexpr):
     c2 = blank + ((lines + rows * 0).to(tl.uint32))[:, None]
     c3 = blank + offset.to(tl.uint32)
     w0, w1, w2, w3 = _philox(c0, c1, c2, c3, k0, k1)
-    limit = plain(mods[7]).to(tl.uint32)
+    limit = decode_unspecialized(mods.drop_threshold).to(tl.uint32)
     # Call 4 a + j holds the keys 32 a + 8 w + 2 j + e: word w, half e (the low one for even keys).
     even = tl.join(tl.join(w0 & 0xFFFF, w2 & 0xFFFF), tl.join(w1 & 0xFFFF, w3 & 0xFFFF)) >= limit
     odd = tl.join(tl.join(w0 >> 16, w2 >> 16), tl.join(w1 >> 16, w3 >> 16)) >= limit

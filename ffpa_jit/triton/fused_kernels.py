@@ -19,6 +19,9 @@ computed transposed, as ``K Q^T``: its P^T then is the left operand of the secon
 What a row sees is ``limits``: two numbers a row, here from the window, elsewhere perhaps from arrays. Which tiles a
 program visits follows from the limits of the first and last row (they never decrease from row to row); tiles that every
 row sees whole skip the comparisons.
+
+What is not finite. Scores and dS of what a row does not see are cut off, but 0 times a NaN of V (in the backward of K,
+Q or dO) is NaN: such a one reaches the rows (or keys) whose strip it is in. A second pass would double these kernels.
 """
 
 import triton
@@ -26,6 +29,8 @@ import triton.language as tl
 
 from .epilogue import (
     DROPOUT,
+    MASK,
+    MASK_BOOL,
     MASK_FIRST,
     SOFTCAP,
     capped,
@@ -34,16 +39,18 @@ from .epilogue import (
     in_range,
     kept,
     mask_start,
+    mask_values,
     masked,
     probability,
     slope_at,
 )  # fmt: skip
 from .operands import load_2d
+from .params import Sizes
 from .score import from_storage, to_storage
 from .value import accumulators, multiply, store_both
 
 LAZY = tl.constexpr(8.0)
-"""Powers of two by which a score may exceed its row's reference before the accumulators are rescaled."""
+"""Powers of two by which a score may exceed its row's max before the accumulators are rescaled."""
 
 P_SCALE = tl.constexpr(4096.0)
 """Probabilities of long rows are subnormal numbers of float16; times this, the smaller ones keep their bits."""
@@ -90,30 +97,30 @@ def _product(
 
 @triton.jit
 def _row_key_product(
-    acc, x, y, b, h, row, col, counts,
+    acc, x, y, b, h, row, col, sizes,
     D: tl.constexpr, BLOCK_K: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, BY_KEYS: tl.constexpr,
     TMA: tl.constexpr,
 ):  # fmt: skip
     """``acc + X Y^T`` of query-side X and key-side Y, [ROWS, COLS]; BY_KEYS computes its transpose (see the module)."""
-    len_q, len_kv, left, right, heads_q, group, m_tiles = counts
     if BY_KEYS:
-        acc = _product(acc.T, y, x, b, h // group, h, col, row, len_kv, len_q, D, BLOCK_K, COLS, ROWS, TMA).T
+        acc = _product(acc.T, y, x, b, h // sizes.group, h, col, row, sizes.len_kv, sizes.len_q,
+                       D, BLOCK_K, COLS, ROWS, TMA).T  # fmt: skip
     else:
-        acc = _product(acc, x, y, b, h, h // group, row, col, len_q, len_kv, D, BLOCK_K, ROWS, COLS, TMA)
+        acc = _product(acc, x, y, b, h, h // sizes.group, row, col, sizes.len_q, sizes.len_kv,
+                       D, BLOCK_K, ROWS, COLS, TMA)  # fmt: skip
     return acc
 
 
 @triton.jit
 def _start(
-    mods, b, h, row, col, counts, MODS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
+    mods, b, h, row, col, sizes, MOD_FLAGS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
 ):  # fmt: skip
     """What a tile's scores are added to."""
-    len_q, len_kv, left, right, heads_q, group, m_tiles = counts
     start = tl.zeros([ROWS, COLS], tl.float32)
-    if MASK_FIRST & MODS:
+    if MASK_FIRST & MOD_FLAGS:
         rows = row + tl.arange(0, ROWS)
         cols = col + tl.arange(0, COLS)
-        start = mask_start(mods, b, h, rows, cols, len_q, len_kv, MODS, ROWS, COLS)
+        start = mask_start(mods, b, h, rows, cols, sizes.len_q, sizes.len_kv, MOD_FLAGS, ROWS, COLS)
     return start
 
 
@@ -124,24 +131,33 @@ def _live(start):
 
 
 @triton.jit
-def _masked(s, mods, b, h, rows, cols, counts, MODS: tl.constexpr):
-    """Scores after a softcap, with the mask that was not in ``_start``."""
-    len_q, len_kv, left, right, heads_q, group, m_tiles = counts
-    if MASK_FIRST & MODS:
-        s = floored(s, MODS)
+def _masked(s, mods, b, h, rows, cols, sizes, MOD_FLAGS: tl.constexpr, CHECK: tl.constexpr):
+    """Scores after a softcap, with the mask that was not in ``_start``. CHECK: a boolean one hides keys of NaN, too."""
+    if MASK_FIRST & MOD_FLAGS:
+        s = floored(s, MOD_FLAGS)
+        if CHECK:  # noqa: SIM102 (Triton has no "and" of constants)
+            if MASK_BOOL & MOD_FLAGS:
+                # -inf + NaN is NaN. (A branch for tiles with a NaN does not compile for sm_100.)
+                seen = mask_values(mods, b, h, rows, cols, sizes.len_q, sizes.len_kv, MOD_FLAGS)
+                s = tl.where(seen, s, float("-inf"))
     else:
-        s = masked(s, mods, b, h, rows, cols, len_q, len_kv, MODS)
+        s = masked(s, mods, b, h, rows, cols, sizes.len_q, sizes.len_kv, MOD_FLAGS)
     return s
 
 
 @triton.jit
-def _visible(s, row, rows, col, cols, counts, ROWS: tl.constexpr, COLS: tl.constexpr):
+def _cuts(row, col, sizes, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """Whether some row of a tile does not see all of its keys."""
+    _, least = limits(row, sizes.len_q, sizes.len_kv, sizes.left, sizes.right)
+    most, _ = limits(row + ROWS - 1, sizes.len_q, sizes.len_kv, sizes.left, sizes.right)
+    return (col < most) | (col + COLS > least)
+
+
+@triton.jit
+def _visible(s, row, rows, col, cols, sizes, ROWS: tl.constexpr, COLS: tl.constexpr):
     """-inf where a row does not see a key; a tile that every row sees whole is left as it is."""
-    len_q, len_kv, left, right, heads_q, group, m_tiles = counts
-    _, least = limits(row, len_q, len_kv, left, right)
-    most, _ = limits(row + ROWS - 1, len_q, len_kv, left, right)
-    if (col < most) | (col + COLS > least):
-        low, high = limits(rows, len_q, len_kv, left, right)
+    if _cuts(row, col, sizes, ROWS, COLS):
+        low, high = limits(rows, sizes.len_q, sizes.len_kv, sizes.left, sizes.right)
         s = in_range(s, cols, low[:, None], high[:, None])
     return s
 
@@ -152,7 +168,7 @@ def _storage_type(x, TMA: tl.constexpr):
     if TMA:
         zero = tl.zeros([1], x.dtype)
     else:
-        zero = tl.zeros([1], x[0].dtype.element_ty)
+        zero = tl.zeros([1], x.ptr.dtype.element_ty)
     return zero
 
 
@@ -160,15 +176,15 @@ def _storage_type(x, TMA: tl.constexpr):
 def fused_forward(
     q, k, v, v_tail, out, out_tail, lse_ptr, scale_log2, keep_scale, len_q, len_kv, left, right, heads_q, group,
     m_tiles, mods,
-    MODS: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr, TAIL: tl.constexpr, BLOCK_K: tl.constexpr,
+    MOD_FLAGS: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr, TAIL: tl.constexpr, BLOCK_K: tl.constexpr,
     STRIP: tl.constexpr, PTX: tl.constexpr, TMA: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """A slice of O for a row tile; the first slice writes the LSE [B * Hq, len_q] (natural log) as well.
 
-    Online softmax with a reference per row, an integer in log2 units, so that rescaling is exact. It moves only when a
+    Online softmax with a max per row, an integer in log2 units, so that rescaling is exact. It moves only when a
     score exceeds it by ``LAZY``: P stays below 2^LAZY. O is divided by the sum of the *rounded* P (see ``score``).
     """
-    counts = (len_q, len_kv, left, right, heads_q, group, m_tiles)
+    sizes = Sizes(len_q, len_kv, left, right, heads_q, group, m_tiles)
     STEP: tl.constexpr = BLOCK_N + TAIL
     SLICES: tl.constexpr = (D + STEP - 1) // STEP
     # Slices of a row tile run side by side and share Q and K; the last row tile, which sees the most keys, goes first.
@@ -181,98 +197,102 @@ def fused_forward(
     rows = row + tl.arange(0, TILE)
     dtype: tl.constexpr = _storage_type(out, TMA).dtype
 
-    reference = tl.full([TILE], float("-inf"), tl.float32)
-    total = tl.zeros([TILE], tl.float32)
-    mass = tl.zeros([TILE], tl.float32)
+    row_max = tl.full([TILE], float("-inf"), tl.float32)
+    row_sum = tl.zeros([TILE], tl.float32)
+    rounded_sum = tl.zeros([TILE], tl.float32)
     acc, tail = accumulators(BLOCK_N, TAIL, TILE)
     first, last = _key_strips(row, row + TILE, len_q, len_kv, left, right, STRIP)
     for col in tl.range(first, last, STRIP):
-        start = _start(mods, b, h, row, col, counts, MODS, TILE, STRIP)
+        start = _start(mods, b, h, row, col, sizes, MOD_FLAGS, TILE, STRIP)
         live = True
-        if MASK_FIRST & MODS:
+        if MASK_FIRST & MOD_FLAGS:
             live = _live(start)
         if live:
             cols = col + tl.arange(0, STRIP)
-            s = _row_key_product(start, q, k, b, h, row, col, counts, D, BLOCK_K, TILE, STRIP, False, TMA)
-            s = _masked(capped(s * scale_log2, mods, MODS), mods, b, h, rows, cols, counts, MODS)
-            s = _visible(s, row, rows, col, cols, counts, TILE, STRIP)
-            highest = tl.max(s, 1)
-            above = highest > reference + LAZY
+            s = _row_key_product(start, q, k, b, h, row, col, sizes, D, BLOCK_K, TILE, STRIP, False, TMA)
+            s = _masked(capped(s * scale_log2, mods, MOD_FLAGS), mods, b, h, rows, cols, sizes, MOD_FLAGS, True)
+            s = _visible(s, row, rows, col, cols, sizes, TILE, STRIP)
+            tile_max = tl.max(s, 1)
+            above = tile_max > row_max + LAZY
             if tl.max(above.to(tl.int32), 0) > 0:
-                raised = tl.where(above, tl.ceil(highest), reference)
-                factor = tl.where(above, tl.exp2(reference - raised), 1.0)
-                reference = raised
-                total *= factor
-                mass *= factor
-                acc *= factor[:, None]
-                tail *= factor[:, None]
-            p = tl.exp2(s - tl.where(reference == float("-inf"), 0.0, reference)[:, None])
-            total += tl.sum(p, 1)
+                new_max = tl.where(above, tl.ceil(tile_max), row_max)
+                rescale = tl.where(above, tl.exp2(row_max - new_max), 1.0)
+                row_max = new_max
+                row_sum *= rescale
+                rounded_sum *= rescale
+                acc *= rescale[:, None]
+                tail *= rescale[:, None]
+            p = tl.exp2(s - tl.where(row_max == float("-inf"), 0.0, row_max)[:, None])
+            row_sum += tl.sum(p, 1)
             p = to_storage(p, dtype, PTX)
-            mass += tl.sum(from_storage(p, PTX), 1)
-            if DROPOUT & MODS:
+            rounded_sum += tl.sum(from_storage(p, PTX), 1)
+            if DROPOUT & MOD_FLAGS:
                 p = tl.where(kept(mods, head, rows, col, TILE, STRIP), p, tl.zeros([TILE, STRIP], dtype))
             acc, tail = multiply(acc, tail, p, v, v_tail, b, h // group, col, len_kv, d,
                                   D, BLOCK_N, TAIL, STRIP, TMA)  # fmt: skip
 
-    empty = total == 0.0
-    inverse = (keep_scale / tl.where(empty, 1.0, mass))[:, None]
+    empty = row_sum == 0.0
+    inverse = (keep_scale / tl.where(empty, 1.0, rounded_sum))[:, None]
     # Not only a factor of 0: V may hold an infinity that such a row must not see.
     acc = tl.where(empty[:, None], 0.0, acc * inverse)
     tail = tl.where(empty[:, None], 0.0, tail * inverse)
     store_both(out, out_tail, acc, tail, b, h, row, len_q, d, D, BLOCK_N, TAIL, TMA, TILE)
     if d == 0:
-        tl.store(lse_ptr + head.to(tl.int64) * len_q + rows, finish_lse(reference, total), mask=rows < len_q)
+        tl.store(lse_ptr + head.to(tl.int64) * len_q + rows, finish_lse(row_max, row_sum), mask=rows < len_q)
 
 
 @triton.jit
 def _probabilities(
-    start, q, k, lse_ptr, scale_log2, b, h, row, col, counts, mods,
-    MODS: tl.constexpr, SLOPED: tl.constexpr, D: tl.constexpr, BLOCK_K: tl.constexpr, ROWS: tl.constexpr,
+    start, q, k, lse_ptr, scale_log2, b, h, row, col, sizes, mods,
+    MOD_FLAGS: tl.constexpr, SLOPED: tl.constexpr, D: tl.constexpr, BLOCK_K: tl.constexpr, ROWS: tl.constexpr,
     COLS: tl.constexpr, BY_KEYS: tl.constexpr, TMA: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """A tile of P from the LSE (log2 units, padded to whole tiles), [ROWS, COLS]; SLOPED: times the softcap's slope."""
-    len_q, len_kv, left, right, heads_q, group, m_tiles = counts
     rows = row + tl.arange(0, ROWS)
     cols = col + tl.arange(0, COLS)
-    s = _row_key_product(start, q, k, b, h, row, col, counts, D, BLOCK_K, ROWS, COLS, BY_KEYS, TMA) * scale_log2
-    s = capped(s, mods, MODS)
-    if SLOPED and SOFTCAP & MODS:
+    s = _row_key_product(start, q, k, b, h, row, col, sizes, D, BLOCK_K, ROWS, COLS, BY_KEYS, TMA) * scale_log2
+    s = capped(s, mods, MOD_FLAGS)
+    if SLOPED and SOFTCAP & MOD_FLAGS:
         slope = slope_at(s, mods)
-    s = _masked(s, mods, b, h, rows, cols, counts, MODS)
-    s = _visible(s, row, rows, col, cols, counts, ROWS, COLS)
-    at = (b * heads_q + h).to(tl.int64) * m_tiles * TILE + rows
-    p = probability(s, tl.load(lse_ptr + at), MODS)
-    if SLOPED and SOFTCAP & MODS:
+    s = _masked(s, mods, b, h, rows, cols, sizes, MOD_FLAGS, not BY_KEYS)
+    s = _visible(s, row, rows, col, cols, sizes, ROWS, COLS)
+    at = (b * sizes.heads_q + h).to(tl.int64) * sizes.m_tiles * TILE + rows
+    p = probability(s, tl.load(lse_ptr + at), MOD_FLAGS)
+    if SLOPED and SOFTCAP & MOD_FLAGS:
         p *= slope
     return p
 
 
 @triton.jit
 def _score_gradients(
-    start, q, k, v, do, lse_ptr, delta_ptr, scale_log2, keep_scale, b, h, row, col, counts, mods,
-    MODS: tl.constexpr, SLOPED: tl.constexpr, D: tl.constexpr, BLOCK_K: tl.constexpr, ROWS: tl.constexpr,
+    start, q, k, v, do, lse_ptr, delta_ptr, scale_log2, keep_scale, b, h, row, col, sizes, mods,
+    MOD_FLAGS: tl.constexpr, SLOPED: tl.constexpr, D: tl.constexpr, BLOCK_K: tl.constexpr, ROWS: tl.constexpr,
     COLS: tl.constexpr, BY_KEYS: tl.constexpr, TMA: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """``P * (Z * dP - delta)`` of a tile, [ROWS, COLS], Z being dropout's factor; times the softcap's slope if SLOPED.
 
     All that the options have to say is put into P before dP is computed, when there are registers for it.
     """
-    len_q, len_kv, left, right, heads_q, group, m_tiles = counts
-    p = _probabilities(start, q, k, lse_ptr, scale_log2, b, h, row, col, counts, mods,
-                       MODS, SLOPED, D, BLOCK_K, ROWS, COLS, BY_KEYS, TMA, TILE)  # fmt: skip
+    p = _probabilities(start, q, k, lse_ptr, scale_log2, b, h, row, col, sizes, mods,
+                       MOD_FLAGS, SLOPED, D, BLOCK_K, ROWS, COLS, BY_KEYS, TMA, TILE)  # fmt: skip
     rows = row + tl.arange(0, ROWS)
-    head = b * heads_q + h
-    delta_at = delta_ptr + head.to(tl.int64) * m_tiles * TILE + rows
-    if DROPOUT & MODS:
+    head = b * sizes.heads_q + h
+    delta_at = delta_ptr + head.to(tl.int64) * sizes.m_tiles * TILE + rows
+    if DROPOUT & MOD_FLAGS:
         p = tl.where(kept(mods, head, rows, col, ROWS, COLS), p, -p)  # P is never negative: the sign is free
-        dp = _row_key_product(tl.zeros([ROWS, COLS], tl.float32), do, v, b, h, row, col, counts,
+        dp = _row_key_product(tl.zeros([ROWS, COLS], tl.float32), do, v, b, h, row, col, sizes,
                               D, BLOCK_K, ROWS, COLS, BY_KEYS, TMA)  # fmt: skip
         ds = tl.abs(p) * (tl.where(p > 0.0, dp * keep_scale, 0.0) - tl.load(delta_at)[:, None])
     else:
         # The accumulator starts at -delta: one row vector less to keep alive behind the loop.
         dp = tl.broadcast_to(-tl.load(delta_at)[:, None], [ROWS, COLS])
-        ds = p * _row_key_product(dp, do, v, b, h, row, col, counts, D, BLOCK_K, ROWS, COLS, BY_KEYS, TMA)
+        ds = p * _row_key_product(dp, do, v, b, h, row, col, sizes, D, BLOCK_K, ROWS, COLS, BY_KEYS, TMA)
+    # dP of a key that the row does not see may be anything.
+    if MASK & MOD_FLAGS:
+        ds = tl.where(p == 0.0, 0.0, ds)
+    else:
+        if _cuts(row, col, sizes, ROWS, COLS):
+            ds = tl.where(p == 0.0, 0.0, ds)
     return ds
 
 
@@ -280,11 +300,11 @@ def _score_gradients(
 def fused_query_gradient(
     q, k, v, do, keys, keys_tail, dq, dq_tail, lse_ptr, delta_ptr, grad_scale_ptr, scale, scale_log2, keep_scale,
     len_q, len_kv, left, right, heads_q, group, m_tiles, mods,
-    MODS: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr, TAIL: tl.constexpr, BLOCK_K: tl.constexpr,
+    MOD_FLAGS: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr, TAIL: tl.constexpr, BLOCK_K: tl.constexpr,
     STRIP: tl.constexpr, SCALED: tl.constexpr, PTX: tl.constexpr, TMA: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """A slice of dQ for a row tile. ``keys``: K, read in slices."""
-    counts = (len_q, len_kv, left, right, heads_q, group, m_tiles)
+    sizes = Sizes(len_q, len_kv, left, right, heads_q, group, m_tiles)
     STEP: tl.constexpr = BLOCK_N + TAIL
     SLICES: tl.constexpr = (D + STEP - 1) // STEP
     pid = tl.program_id(0)
@@ -300,26 +320,30 @@ def fused_query_gradient(
     acc, tail = accumulators(BLOCK_N, TAIL, TILE)
     first, last = _key_strips(row, row + TILE, len_q, len_kv, left, right, STRIP)
     for col in tl.range(first, last, STRIP):
-        start = _start(mods, b, h, row, col, counts, MODS, TILE, STRIP)
+        start = _start(mods, b, h, row, col, sizes, MOD_FLAGS, TILE, STRIP)
         live = True
-        if MASK_FIRST & MODS:
+        if MASK_FIRST & MOD_FLAGS:
             live = _live(start)
         if live:
             ds = _score_gradients(start, q, k, v, do, lse_ptr, delta_ptr, scale_log2, keep_scale, b, h, row, col,
-                                  counts, mods, MODS, True, D, BLOCK_K, TILE, STRIP, False, TMA, TILE)  # fmt: skip
+                                  sizes, mods, MOD_FLAGS, True, D, BLOCK_K, TILE, STRIP, False, TMA, TILE)  # fmt: skip
             if SCALED:
                 ds *= grad_scale
             acc, tail = multiply(acc, tail, to_storage(ds, dtype, PTX), keys, keys_tail, b, h // group, col, len_kv,
                                   d, D, BLOCK_N, TAIL, STRIP, TMA)  # fmt: skip
     scale /= grad_scale
-    store_both(dq, dq_tail, acc * scale, tail * scale, b, h, row, len_q, d, D, BLOCK_N, TAIL, TMA, TILE)
+    lse2 = tl.load(lse_ptr + head.to(tl.int64) * m_tiles * TILE + row + tl.arange(0, TILE))
+    # Not only dS of 0 for a row without keys: K may hold a NaN that it must not see.
+    empty = (lse2 == float("inf"))[:, None]
+    acc, tail = tl.where(empty, 0.0, acc * scale), tl.where(empty, 0.0, tail * scale)
+    store_both(dq, dq_tail, acc, tail, b, h, row, len_q, d, D, BLOCK_N, TAIL, TMA, TILE)
 
 
 @triton.jit(do_not_specialize=_COUNTS)
 def fused_key_gradient(
     q, k, v, do, rows_side, rows_side_tail, grad, grad_tail, lse_ptr, delta_ptr, grad_scale_ptr, scale, scale_log2,
     keep_scale, len_q, len_kv, left, right, heads_q, group, m_tiles, mods,
-    MODS: tl.constexpr, OF_VALUE: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr, TAIL: tl.constexpr,
+    MOD_FLAGS: tl.constexpr, OF_VALUE: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr, TAIL: tl.constexpr,
     BLOCK_K: tl.constexpr, STRIP: tl.constexpr, SCALED: tl.constexpr, PTX: tl.constexpr, TMA: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
@@ -327,7 +351,7 @@ def fused_key_gradient(
 
     ``rows_side``: Q (dO), read in slices. ``v``, ``delta`` and ``grad_scale_ptr`` have no part in dV.
     """
-    counts = (len_q, len_kv, left, right, heads_q, group, m_tiles)
+    sizes = Sizes(len_q, len_kv, left, right, heads_q, group, m_tiles)
     STEP: tl.constexpr = BLOCK_N + TAIL
     SLICES: tl.constexpr = (D + STEP - 1) // STEP
     # The first key tile is seen by the most rows: ascending order is longest first.
@@ -351,20 +375,21 @@ def fused_key_gradient(
     for i in tl.range(0, per_head * group):
         h = h_kv * group + i // per_head
         row = first + i % per_head * STRIP
-        start = _start(mods, b, h, row, col, counts, MODS, STRIP, TILE)
+        start = _start(mods, b, h, row, col, sizes, MOD_FLAGS, STRIP, TILE)
         live = True
-        if MASK_FIRST & MODS:
+        if MASK_FIRST & MOD_FLAGS:
             live = _live(start)
         if live:
             if OF_VALUE:
-                a = _probabilities(start, q, k, lse_ptr, scale_log2, b, h, row, col, counts, mods,
-                                   MODS, False, D, BLOCK_K, STRIP, TILE, True, TMA, TILE)  # fmt: skip
-                if DROPOUT & MODS:
+                a = _probabilities(start, q, k, lse_ptr, scale_log2, b, h, row, col, sizes, mods,
+                                   MOD_FLAGS, False, D, BLOCK_K, STRIP, TILE, True, TMA, TILE)  # fmt: skip
+                if DROPOUT & MOD_FLAGS:
                     rows = row + tl.arange(0, STRIP)
                     a = tl.where(kept(mods, b * heads_q + h, rows, col, STRIP, TILE), a, 0.0)
             else:
                 a = _score_gradients(start, q, k, v, do, lse_ptr, delta_ptr, scale_log2, keep_scale, b, h, row, col,
-                                     counts, mods, MODS, True, D, BLOCK_K, STRIP, TILE, True, TMA, TILE)  # fmt: skip
+                                     sizes, mods, MOD_FLAGS, True, D, BLOCK_K, STRIP, TILE, True, TMA,
+                                     TILE)  # fmt: skip
             if SCALED:
                 a *= grad_scale
             acc, tail = multiply(acc, tail, to_storage(a, dtype, PTX).T, rows_side, rows_side_tail, b, h, row, len_q,
@@ -378,7 +403,7 @@ def fused_mask_gradient(
     q, k, v, do, dmask_ptr, dmask_stride_b, dmask_stride_h, dmask_stride_q, dmask_stride_k, lse_ptr, delta_ptr,
     scale_log2, keep_scale, len_q, len_kv, left, right, heads_q, group, m_tiles, batches, mask_batches, mask_heads,
     mods,
-    MODS: tl.constexpr, ONE_ROW: tl.constexpr, ONE_KEY: tl.constexpr, D: tl.constexpr, BLOCK_K: tl.constexpr,
+    MOD_FLAGS: tl.constexpr, ONE_ROW: tl.constexpr, ONE_KEY: tl.constexpr, D: tl.constexpr, BLOCK_K: tl.constexpr,
     STRIP: tl.constexpr, TMA: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """A [TILE, STRIP] tile of the additive mask's gradient, in the mask's dtype.
@@ -387,7 +412,7 @@ def fused_mask_gradient(
     all rows, ONE_KEY: for all keys. What it broadcasts over is summed in float32, batch by batch, head by head, row
     tile by row tile, strip by strip.
     """
-    counts = (len_q, len_kv, left, right, heads_q, group, m_tiles)
+    sizes = Sizes(len_q, len_kv, left, right, heads_q, group, m_tiles)
     strips = tl.cdiv(len_kv, STRIP)
     m_programs = m_tiles
     n_programs = strips
@@ -412,13 +437,13 @@ def fused_mask_gradient(
             col = (n + j % (strips // n_programs)) * STRIP
             first, last = _key_strips(row, row + TILE, len_q, len_kv, left, right, STRIP)
             if (col >= first) & (col < last):
-                start = _start(mods, b, h, row, col, counts, MODS, TILE, STRIP)
+                start = _start(mods, b, h, row, col, sizes, MOD_FLAGS, TILE, STRIP)
                 live = True
-                if MASK_FIRST & MODS:
+                if MASK_FIRST & MOD_FLAGS:
                     live = _live(start)
                 if live:
                     acc += _score_gradients(start, q, k, v, do, lse_ptr, delta_ptr, scale_log2, keep_scale, b, h,
-                                            row, col, counts, mods, MODS, False, D, BLOCK_K, TILE, STRIP, False,
+                                            row, col, sizes, mods, MOD_FLAGS, False, D, BLOCK_K, TILE, STRIP, False,
                                             TMA, TILE)  # fmt: skip
     to = dmask_ptr + mask_b.to(tl.int64) * dmask_stride_b + mask_h.to(tl.int64) * dmask_stride_h
     rows = (m * TILE + tl.arange(0, TILE)).to(tl.int64)

@@ -14,26 +14,27 @@ import triton.language as tl
 
 from .geometry import key_span, row_span, slot_of
 from .mask_tiles import EMPTY, state_of
+from .params import Block, Place
 
-_COUNTS = ["skips", "len_q", "len_kv", "row_first", "col_first", "head_first", "heads_q", "group", "m_tiles", "n_tiles",
-           "slots", "heads", "offset", "left", "right", "width", "batches", "mask_batches", "mask_heads"]  # fmt: skip
+_COUNTS = ["block_mask", "len_q", "len_kv", "row_first", "col_first", "head_first", "heads_q", "group", "m_tiles",
+           "n_tiles", "slots", "heads", "offset", "left", "right", "width", "batches", "mask_batches",
+           "mask_heads"]  # fmt: skip
 
 
 @triton.jit
 def _tile(
-    ds_ptr, grad_scale_ptr, skips, head, m_tile, n_tile, part, place, block,
-    SHAPE: tl.constexpr, MODS: tl.constexpr, SCALED: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+    ds_ptr, grad_scale_ptr, block_mask, head, m_tile, n_tile, part, place, block,
+    MASK_MODE: tl.constexpr, MOD_FLAGS: tl.constexpr, SCALED: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """ROWS rows of a tile of dS, in float32; zeros where the mask hides all of it, and nothing was stored."""
-    row_first, col_first, head_first, heads_q, group, slots = place
-    b = head // heads_q
-    h = head % heads_q
-    state = state_of(skips, b, h, row_first // TILE + m_tile, col_first // TILE + n_tile, MODS)
-    slot = (head - head_first) * slots + slot_of(m_tile, n_tile, block, SHAPE, TILE)
+    b = head // place.heads_q
+    h = head % place.heads_q
+    state = state_of(block_mask, b, h, place.row_first // TILE + m_tile, place.col_first // TILE + n_tile, MOD_FLAGS)
+    slot = (head - place.head_first) * place.slots + slot_of(m_tile, n_tile, block, MASK_MODE, TILE)
     at = (slot * TILE + part * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None] * TILE + tl.arange(0, TILE)[None, :]
     ds = tl.load(ds_ptr + at, mask=tl.full([ROWS, TILE], 1, tl.int1) & (state != EMPTY), other=0.0).to(tl.float32)
     if SCALED:
-        ds = ds / tl.load(grad_scale_ptr + head // group)
+        ds = ds / tl.load(grad_scale_ptr + head // place.group)
     return ds
 
 
@@ -62,10 +63,10 @@ def _store_sum(grad, low, at, x, mask, finished, HALVES: tl.constexpr):
 
 @triton.jit(do_not_specialize=_COUNTS)
 def mask_gradient(
-    ds_ptr, grad, low_ptr, grad_scale_ptr, skips, len_q, len_kv,
+    ds_ptr, grad, low_ptr, grad_scale_ptr, block_mask, len_q, len_kv,
     row_first, col_first, head_first, heads_q, group, m_tiles, n_tiles, slots, heads, offset, left, right, width,
     batches, mask_batches, mask_heads,
-    SHAPE: tl.constexpr, MODS: tl.constexpr, SCALED: tl.constexpr, HALVES: tl.constexpr, ALIGNED: tl.constexpr,
+    MASK_MODE: tl.constexpr, MOD_FLAGS: tl.constexpr, SCALED: tl.constexpr, HALVES: tl.constexpr, ALIGNED: tl.constexpr,
     ROWS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Add a block's share to ``grad`` [mask batches, mask heads, len_q, len_kv], dense.
@@ -74,17 +75,17 @@ def mask_gradient(
     16 bits, and the other 16 of a sum are in ``low_ptr``. ``ALIGNED``: ``len_kv`` is a multiple of 16.
     """
     pid = tl.program_id(0)
-    place = (row_first, col_first, head_first, heads_q, group, slots)
-    block = (m_tiles, n_tiles, offset, left, right, width)
+    place = Place(row_first, col_first, head_first, heads_q, group, slots, heads)
+    block = Block(m_tiles, n_tiles, offset, left, right, width)
     n_tile = pid % n_tiles
     pid = pid // n_tiles
-    PARTS: tl.constexpr = TILE // ROWS  # of a tile, so that many programs share a processor
+    PARTS: tl.constexpr = TILE // ROWS  # of a tile, so that many programs share a SM
     part = pid % PARTS
     m_tile = (pid // PARTS) % m_tiles
     line = pid // PARTS // m_tiles
     mask_b = line // mask_heads
     mask_h = line % mask_heads
-    low, end = row_span(m_tile, block, SHAPE, TILE)
+    low, end = row_span(m_tile, block, MASK_MODE, TILE)
     last = head_first + heads
     b_first = tl.where(mask_batches > 1, mask_b, head_first // heads_q)
     b_end = tl.where(mask_batches > 1, mask_b + 1, (last - 1) // heads_q + 1)
@@ -108,40 +109,40 @@ def mask_gradient(
         acc = _load_sum(grad, low_ptr, at, there & (line_first < head_first), HALVES)
         for b in tl.range(b_first, b_end):
             for head in tl.range(max(b * heads_q + h_first, head_first), min(b * heads_q + h_end, last)):
-                acc += _tile(ds_ptr, grad_scale_ptr, skips, head, m_tile, n_tile, part, place, block,
-                             SHAPE, MODS, SCALED, ROWS, TILE)  # fmt: skip
+                acc += _tile(ds_ptr, grad_scale_ptr, block_mask, head, m_tile, n_tile, part, place, block,
+                             MASK_MODE, MOD_FLAGS, SCALED, ROWS, TILE)  # fmt: skip
         _store_sum(grad, low_ptr, at, acc, there, line_last < last, HALVES)
 
 
 @triton.jit(do_not_specialize=_COUNTS[:-3])
 def mask_line_gradient(
-    ds_ptr, sum_ptr, grad_scale_ptr, skips, len_q, len_kv,
+    ds_ptr, sum_ptr, grad_scale_ptr, block_mask, len_q, len_kv,
     row_first, col_first, head_first, heads_q, group, m_tiles, n_tiles, slots, heads, offset, left, right, width,
-    SHAPE: tl.constexpr, MODS: tl.constexpr, OVER_ROWS: tl.constexpr, SCALED: tl.constexpr, TILE: tl.constexpr,
+    MASK_MODE: tl.constexpr, MOD_FLAGS: tl.constexpr, OVER_ROWS: tl.constexpr, SCALED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Add each head's sum of dS over its queries to [B * Hq, len_kv], or (not OVER_ROWS) over its keys to
     [B * Hq, len_q]."""
     pid = tl.program_id(0)
-    place = (row_first, col_first, head_first, heads_q, group, slots)
-    block = (m_tiles, n_tiles, offset, left, right, width)
+    place = Place(row_first, col_first, head_first, heads_q, group, slots, heads)
+    block = Block(m_tiles, n_tiles, offset, left, right, width)
     lanes = tl.arange(0, TILE)
     acc = tl.zeros([TILE], tl.float32)
     if OVER_ROWS:
         head = head_first + pid // n_tiles
         n_tile = pid % n_tiles
-        first, end = key_span(n_tile, block, SHAPE, TILE)
+        first, end = key_span(n_tile, block, MASK_MODE, TILE)
         for m_tile in tl.range(first, end):
-            acc += tl.sum(_tile(ds_ptr, grad_scale_ptr, skips, head, m_tile, n_tile, 0, place, block,
-                                SHAPE, MODS, SCALED, TILE, TILE), 0)  # fmt: skip
+            acc += tl.sum(_tile(ds_ptr, grad_scale_ptr, block_mask, head, m_tile, n_tile, 0, place, block,
+                                MASK_MODE, MOD_FLAGS, SCALED, TILE, TILE), 0)  # fmt: skip
         index = col_first + n_tile * TILE + lanes
         length = len_kv
     else:
         head = head_first + pid // m_tiles
         m_tile = pid % m_tiles
-        first, end = row_span(m_tile, block, SHAPE, TILE)
+        first, end = row_span(m_tile, block, MASK_MODE, TILE)
         for n_tile in tl.range(first, end):
-            acc += tl.sum(_tile(ds_ptr, grad_scale_ptr, skips, head, m_tile, n_tile, 0, place, block,
-                                SHAPE, MODS, SCALED, TILE, TILE), 1)  # fmt: skip
+            acc += tl.sum(_tile(ds_ptr, grad_scale_ptr, block_mask, head, m_tile, n_tile, 0, place, block,
+                                MASK_MODE, MOD_FLAGS, SCALED, TILE, TILE), 1)  # fmt: skip
         index = row_first + m_tile * TILE + lanes
         length = len_q
     at = sum_ptr + head.to(tl.int64) * length + index

@@ -1,7 +1,7 @@
 """Device-side access to operands: [B, H, N, D] tensors and the tiles of the workspace.
 
-Where the hardware has TMA an operand is a tensor descriptor. Elsewhere a tensor is ``(pointer, stride_b, stride_h,
-stride_n)`` with strides in units of 8 elements, and the workspace a pointer, because a descriptor that Triton lowers
+Where the hardware has TMA an operand is a tensor descriptor. Elsewhere a tensor is a ``params.Strided``, whose strides
+count 8 elements, and the workspace a pointer, because a descriptor that Triton lowers
 to pointers loses the alignment that ``cp.async`` needs (Triton 3.6 then loads without pipelining). Either way what
 lies outside is read as zero and never written, offsets are 64-bit, and rows start at multiples of 16 bytes
 (``launch.operand`` sees to it).
@@ -14,9 +14,9 @@ import triton.language as tl
 @triton.jit
 def _addresses(x, b, h, row, col, ROWS: tl.constexpr, COLS: tl.constexpr):
     # Strides come in units of 8 elements, so that the compiler sees the alignment whatever their value.
-    start = (b.to(tl.int64) * x[1] + h.to(tl.int64) * x[2]) * 8
+    start = (b.to(tl.int64) * x.stride_b + h.to(tl.int64) * x.stride_h) * 8
     rows = (row + tl.arange(0, ROWS)).to(tl.int64)
-    return x[0] + start + rows[:, None] * (x[3] * 8) + (col + tl.arange(0, COLS))[None, :]
+    return x.ptr + start + rows[:, None] * (x.stride_n * 8) + (col + tl.arange(0, COLS))[None, :]
 
 
 @triton.jit
@@ -43,7 +43,7 @@ def store_2d(
         x.store([b, h, row, col], y.to(x.dtype).reshape([1, 1, ROWS, COLS]))
     else:
         inside = (row + tl.arange(0, ROWS) < n_rows)[:, None] & (col + tl.arange(0, COLS) < D)[None, :]
-        tl.store(_addresses(x, b, h, row, col, ROWS, COLS), y.to(x[0].dtype.element_ty), mask=inside)
+        tl.store(_addresses(x, b, h, row, col, ROWS, COLS), y.to(x.ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit

@@ -7,167 +7,209 @@ from .epilogue import DROPOUT, MASK, finish_lse, lse_to_log2
 from .geometry import narrowed, row_span, slot_of
 from .mask_tiles import row_line
 from .operands import load_2d, store_2d
+from .params import Block, RowPlace
 
 
 @triton.jit
-def _tiles(z, m_tile, place, block, skips, SHAPE: tl.constexpr, MODS: tl.constexpr, TILE: tl.constexpr):
+def _tiles(z, m_tile, place, block, block_mask, MASK_MODE: tl.constexpr, MOD_FLAGS: tl.constexpr, TILE: tl.constexpr):
     """The slots of a row tile's live tiles: the first one, and how many."""
-    row_first, head_first, heads_q, slots = place
-    low, end = row_span(m_tile, block, SHAPE, TILE)
-    if MASK & MODS:
-        head = head_first + z
-        line = row_line(skips, head // heads_q, head % heads_q, row_first // TILE + m_tile, MODS)
-        low, end = narrowed(low, end, skips[1], line, 0)  # rows are whole: a block has all their keys
-    return z * slots + slot_of(m_tile, low, block, SHAPE, TILE), max(end - low, 0)
+    low, end = row_span(m_tile, block, MASK_MODE, TILE)
+    if MASK & MOD_FLAGS:
+        head = place.head_first + z
+        b, h = head // place.heads_q, head % place.heads_q
+        line = row_line(block_mask, b, h, place.row_first // TILE + m_tile, MOD_FLAGS)
+        low, end = narrowed(low, end, block_mask.row_spans, line, 0)  # rows are whole: a block has all their keys
+    return z * place.slots + slot_of(m_tile, low, block, MASK_MODE, TILE), max(end - low, 0)
 
 
 @triton.jit
 def merge(
-    tile_reference_ptr, tile_sum_ptr, tile_mass_ptr, start, tiles, CHUNK: tl.constexpr, TILE: tl.constexpr,
+    tile_max_ptr, tile_sum_ptr, tile_rounded_sum_ptr, start, tiles, CHUNK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Of a row tile's ``tiles`` slots from ``start``: the highest and the lowest reference of each row, and against the
-    highest the sums of P, for LSE, and of the rounded P."""
+    """Of a row tile's ``tiles`` slots from ``start``: the row max and the lowest tile max of each row, and against the
+    row max the sums of P, for LSE, and of the rounded P."""
     lanes = tl.arange(0, TILE)
-    highest = tl.full([TILE], float("-inf"), tl.float32)
-    lowest = tl.full([TILE], float("inf"), tl.float32)
+    row_max = tl.full([TILE], float("-inf"), tl.float32)
+    lowest_max = tl.full([TILE], float("inf"), tl.float32)
     for t in tl.range(0, tiles, CHUNK):
         tile = t + tl.arange(0, CHUNK)
         at = (start + tile)[:, None] * TILE + lanes[None, :]
         there = (tile < tiles)[:, None]
-        reference = tl.load(tile_reference_ptr + at, mask=there, other=0.0)
+        tile_max = tl.load(tile_max_ptr + at, mask=there, other=0.0)
         # A tile of zeros has no say; a NaN sum does, so that it reaches the output.
         live = tl.load(tile_sum_ptr + at, mask=there, other=0.0) != 0.0
-        highest = tl.maximum(highest, tl.max(tl.where(live, reference, float("-inf")), 0))
-        lowest = tl.minimum(lowest, tl.min(tl.where(live, reference, float("inf")), 0))
-    total = tl.zeros([TILE], tl.float32)
-    mass = tl.zeros([TILE], tl.float32)
+        row_max = tl.maximum(row_max, tl.max(tl.where(live, tile_max, float("-inf")), 0))
+        lowest_max = tl.minimum(lowest_max, tl.min(tl.where(live, tile_max, float("inf")), 0))
+    row_sum = tl.zeros([TILE], tl.float32)
+    rounded_sum = tl.zeros([TILE], tl.float32)
     for t in tl.range(0, tiles, CHUNK):
         tile = t + tl.arange(0, CHUNK)
         at = (start + tile)[:, None] * TILE + lanes[None, :]
         there = (tile < tiles)[:, None]
-        reference = tl.load(tile_reference_ptr + at, mask=there, other=0.0)
+        tile_max = tl.load(tile_max_ptr + at, mask=there, other=0.0)
         part = tl.load(tile_sum_ptr + at, mask=there, other=0.0)
-        factor = tl.where(part != 0.0, tl.exp2(reference - highest[None, :]), 0.0)
-        total += tl.sum(tl.where(part != 0.0, part * factor, 0.0), 0)
-        mass += tl.sum(tl.where(part != 0.0, tl.load(tile_mass_ptr + at, mask=there, other=0.0) * factor, 0.0), 0)
-    return highest, lowest, total, mass
+        rescale = tl.where(part != 0.0, tl.exp2(tile_max - row_max[None, :]), 0.0)
+        row_sum += tl.sum(tl.where(part != 0.0, part * rescale, 0.0), 0)
+        rounded = tl.load(tile_rounded_sum_ptr + at, mask=there, other=0.0)
+        rounded_sum += tl.sum(tl.where(part != 0.0, rounded * rescale, 0.0), 0)
+    return row_max, lowest_max, row_sum, rounded_sum
 
 
 @triton.jit
-def repair(p_ptr, tile_reference_ptr, tile_sum_ptr, start, tiles, highest, lowest, TILE: tl.constexpr):
-    """Bring the tiles of rows that are stored against several references to the highest."""
+def rescale_tiles(p_ptr, tile_max_ptr, tile_sum_ptr, start, tiles, row_max, lowest_max, TILE: tl.constexpr):
+    """Bring the tiles of rows that are stored against several tile maxima to the row max."""
     lanes = tl.arange(0, TILE)
-    if tl.max((highest > lowest).to(tl.int32), 0) > 0:
+    if tl.max((row_max > lowest_max).to(tl.int32), 0) > 0:
         for t in tl.range(0, tiles):
             at = (start + t) * TILE + lanes
             live = tl.load(tile_sum_ptr + at) != 0.0
-            factor = tl.where(live, tl.exp2(tl.load(tile_reference_ptr + at) - highest), 1.0)
-            if tl.min(factor, 0) < 1.0:
+            rescale = tl.where(live, tl.exp2(tl.load(tile_max_ptr + at) - row_max), 1.0)
+            if tl.min(rescale, 0) < 1.0:
                 p = p_ptr + (at[:, None].to(tl.int64) * TILE + lanes[None, :])
-                tl.store(p, (tl.load(p).to(tl.float32) * factor[:, None]).to(p_ptr.dtype.element_ty))
+                tl.store(p, (tl.load(p).to(tl.float32) * rescale[:, None]).to(p_ptr.dtype.element_ty))
 
 
 @triton.jit
-def row_excess(row_sum_ptr, row_size_ptr, start, tiles, step, CHUNK: tl.constexpr, TILE: tl.constexpr):
+def row_residual(row_sum_ptr, abs_row_sum_ptr, start, tiles, step, CHUNK: tl.constexpr, TILE: tl.constexpr):
     """Sums of dS and of its magnitudes over a row's tiles, which are ``step`` slots apart."""
     lanes = tl.arange(0, TILE)
-    excess = tl.zeros([TILE], tl.float32)
+    residual = tl.zeros([TILE], tl.float32)
     size = tl.zeros([TILE], tl.float32)
     for t in tl.range(0, tiles, CHUNK):
         tile = t + tl.arange(0, CHUNK)
         at = (start + tile * step)[:, None] * TILE + lanes[None, :]
         there = (tile < tiles)[:, None]
-        excess += tl.sum(tl.load(row_sum_ptr + at, mask=there, other=0.0), 0)
-        size += tl.sum(tl.load(row_size_ptr + at, mask=there, other=0.0), 0)
-    return excess, size
+        residual += tl.sum(tl.load(row_sum_ptr + at, mask=there, other=0.0), 0)
+        size += tl.sum(tl.load(abs_row_sum_ptr + at, mask=there, other=0.0), 0)
+    return residual, size
 
 
-_COUNTS = ["skips", "len_q", "row_first", "head_first", "heads_q", "m_tiles", "n_tiles", "slots", "offset", "left",
+_COUNTS = ["block_mask", "len_q", "row_first", "head_first", "heads_q", "m_tiles", "n_tiles", "slots", "offset", "left",
            "right", "width"]  # fmt: skip
 
 
 @triton.jit(do_not_specialize=_COUNTS)
 def combine(
-    p_ptr, tile_reference_ptr, tile_sum_ptr, tile_mass_ptr, inverse_sum_ptr, lse_ptr, skips, keep_scale,
+    p_ptr, tile_max_ptr, tile_sum_ptr, tile_rounded_sum_ptr, inverse_sum_ptr, lse_ptr, block_mask, keep_scale,
     len_q, row_first, head_first, heads_q, m_tiles, n_tiles, slots, offset, left, right, width,
-    SHAPE: tl.constexpr, MODS: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr,
+    MASK_MODE: tl.constexpr, MOD_FLAGS: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """One reference, one sum and the LSE per row; tiles stored against another reference are brought to it.
+    """One max, one sum and the LSE per row; tiles stored against another max are brought to it.
 
     Writes ``keep_scale / sum of rounded P`` [heads, m_tiles * TILE] and ``lse`` [B * Hq, len_q] (natural log). A row's
-    reference is the largest of its tiles', so every factor is a power of two in [0, 1]: scaling a tile cannot overflow.
+    max is the largest of its tiles', so every factor is a power of two in [0, 1]: scaling a tile cannot overflow.
     """
     pid = tl.program_id(0)
     z = pid // m_tiles
     m_tile = pid % m_tiles
     lanes = tl.arange(0, TILE)
-    place = (row_first, head_first, heads_q, slots)
-    block = (m_tiles, n_tiles, offset, left, right, width)
-    start, tiles = _tiles(z, m_tile, place, block, skips, SHAPE, MODS, TILE)
+    place = RowPlace(row_first, head_first, heads_q, slots)
+    block = Block(m_tiles, n_tiles, offset, left, right, width)
+    start, tiles = _tiles(z, m_tile, place, block, block_mask, MASK_MODE, MOD_FLAGS, TILE)
 
-    highest, lowest, total, mass = merge(tile_reference_ptr, tile_sum_ptr, tile_mass_ptr, start, tiles, CHUNK, TILE)
-    empty = total == 0.0
-    tl.store(inverse_sum_ptr + pid * TILE + lanes, tl.where(empty, 0.0, keep_scale / mass))
+    row_max, lowest_max, row_sum, rounded_sum = merge(
+        tile_max_ptr, tile_sum_ptr, tile_rounded_sum_ptr, start, tiles, CHUNK, TILE
+    )
+    empty = row_sum == 0.0
+    tl.store(inverse_sum_ptr + pid * TILE + lanes, tl.where(empty, 0.0, keep_scale / rounded_sum))
     row = row_first + m_tile * TILE + lanes
-    tl.store(lse_ptr + (head_first + z).to(tl.int64) * len_q + row, finish_lse(highest, total), mask=row < len_q)
-    repair(p_ptr, tile_reference_ptr, tile_sum_ptr, start, tiles, highest, lowest, TILE)
+    tl.store(lse_ptr + (head_first + z).to(tl.int64) * len_q + row, finish_lse(row_max, row_sum), mask=row < len_q)
+    rescale_tiles(p_ptr, tile_max_ptr, tile_sum_ptr, start, tiles, row_max, lowest_max, TILE)
 
 
 @triton.jit
 def tolerance(dtype: tl.constexpr):
-    """The excess that is not worth a pass over the tiles: less than rounding does to an element of dS."""
+    """The residual that is not worth a pass over the tiles: less than rounding does to an element of dS."""
     limit: tl.constexpr = 0.001953125 if dtype == tl.bfloat16 else 0.00048828125
     return limit
 
 
+@triton.jit
+def clear_single_keys(
+    p_ptr, ds_ptr, delta_at, row_sum, abs_row_sum, target, scale, start, tiles, step, inside, TILE: tl.constexpr,
+):  # fmt: skip
+    """Make dS of rows that see one key, with P = 1, what it is exactly: ``target`` (``dlse``); corrects ``delta`` too.
+
+    Where P need not sum to one, or dS has a softcap's slope in it, that much is known all the same. The sum of such a
+    row's magnitudes is the magnitude of its sum, which rules out nearly all others before P is read.
+    """
+    lanes = tl.arange(0, TILE)
+    single = inside & (tl.abs(row_sum) == abs_row_sum) & (row_sum != target)
+    if tl.max(single.to(tl.int32), 0) > 0:
+        keys = tl.zeros([TILE], tl.int32)
+        mass = tl.zeros([TILE], tl.float32)
+        for t in tl.range(0, tiles):
+            at = ((start + t * step) * TILE + lanes)[:, None].to(tl.int64) * TILE + lanes[None, :]
+            p = tl.load(p_ptr + at).to(tl.float32)
+            keys += tl.sum((p != 0.0).to(tl.int32), 1)
+            mass += tl.sum(p, 1)
+        single = single & (keys == 1) & (mass == 1.0)
+        factor = tl.where(single, target / tl.where(row_sum == 0.0, 1.0, row_sum), 1.0)
+        if tl.max(single.to(tl.int32), 0) > 0:
+            tl.store(delta_at, tl.load(delta_at, mask=single, other=0.0) + (row_sum - target) / scale, mask=single)
+            for t in tl.range(0, tiles):
+                at = ((start + t * step) * TILE + lanes)[:, None].to(tl.int64) * TILE + lanes[None, :]
+                ds = tl.load(ds_ptr + at, mask=single[:, None], other=0.0).to(tl.float32) * factor[:, None]
+                tl.store(ds_ptr + at, ds.to(ds_ptr.dtype.element_ty), mask=single[:, None])
+
+
 @triton.jit(do_not_specialize=[*_COUNTS, "group"])
-def refine(
-    p_ptr, ds_ptr, row_sum_ptr, row_size_ptr, delta_ptr, grad_lse_ptr, grad_scale_ptr, skips, keep_scale,
+def correct_delta(
+    p_ptr, ds_ptr, row_sum_ptr, abs_row_sum_ptr, delta_ptr, grad_lse_ptr, grad_scale_ptr, block_mask, keep_scale,
     len_q, row_first, head_first, heads_q, group, m_tiles, n_tiles, slots, offset, left, right, width,
-    SHAPE: tl.constexpr, MODS: tl.constexpr, HAS_GRAD_LSE: tl.constexpr, SCALED: tl.constexpr, CHUNK: tl.constexpr,
-    TILE: tl.constexpr,
+    MASK_MODE: tl.constexpr, MOD_FLAGS: tl.constexpr, WHOLE_ROWS: tl.constexpr, HAS_GRAD_LSE: tl.constexpr,
+    SCALED: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Take the error of ``delta`` out of dS where it is not small against dS itself; corrects ``delta`` as well.
 
-    A row of exact dS sums to ``dlse`` (``P`` sums to one), so the excess of the computed sum is the error of delta:
-    ``dS -= P * excess``. Rows whose excess is below ``tolerance`` of their magnitudes' sum, the usual case, are left
-    alone.
+    A row of exact dS sums to ``dlse`` (``P`` sums to one), so what the computed sum is off by, the residual, is the
+    error of delta: ``dS -= P * residual``. Rows whose residual is below ``tolerance`` of their magnitudes' sum, the
+    usual case, are left alone.
     With dropout the stored P is ``keep_scale`` as large; where it has left none, ``dS`` is ``-P * delta`` and is scaled
-    with delta. (Not for a softcap, whose slope is in dS and unknown here.)
+    with delta.
+
+    Without WHOLE_ROWS (a softcap, whose slope is in dS and unknown here, or an LSE of more keys than these) only rows
+    with a single key are corrected.
     """
     pid = tl.program_id(0)
     z = pid // m_tiles
     m_tile = pid % m_tiles
     lanes = tl.arange(0, TILE)
-    place = (row_first, head_first, heads_q, slots)
-    block = (m_tiles, n_tiles, offset, left, right, width)
-    start, tiles = _tiles(z, m_tile, place, block, skips, SHAPE, MODS, TILE)
-    excess, size = row_excess(row_sum_ptr, row_size_ptr, start, tiles, 1, CHUNK, TILE)
+    place = RowPlace(row_first, head_first, heads_q, slots)
+    block = Block(m_tiles, n_tiles, offset, left, right, width)
+    start, tiles = _tiles(z, m_tile, place, block, block_mask, MASK_MODE, MOD_FLAGS, TILE)
+    residual, size = row_residual(row_sum_ptr, abs_row_sum_ptr, start, tiles, 1, CHUNK, TILE)
     scale = 1.0
     if SCALED:
         scale = tl.load(grad_scale_ptr + (head_first + z) // group)
     head = (head_first + z).to(tl.int64)
     row = row_first + m_tile * TILE + lanes
+    to = delta_ptr + head * tl.cdiv(len_q, TILE) * TILE + row
+    target = tl.zeros([TILE], tl.float32)
     if HAS_GRAD_LSE:
-        excess -= scale * tl.load(grad_lse_ptr + head * len_q + row, mask=row < len_q, other=0.0)
-    excess = tl.where(tl.abs(excess) > size * tolerance(ds_ptr.dtype.element_ty), excess, 0.0)
-    if tl.max((excess != 0.0).to(tl.int32), 0) > 0:
-        to = delta_ptr + head * tl.cdiv(len_q, TILE) * TILE + row
+        target = scale * tl.load(grad_lse_ptr + head * len_q + row, mask=row < len_q, other=0.0)
+    if not WHOLE_ROWS:
+        clear_single_keys(p_ptr, ds_ptr, to, residual, size, target, scale, start, tiles, 1, row < len_q, TILE)
+        return
+    if HAS_GRAD_LSE:
+        residual -= target
+    residual = tl.where(tl.abs(residual) > size * tolerance(ds_ptr.dtype.element_ty), residual, 0.0)
+    if tl.max((residual != 0.0).to(tl.int32), 0) > 0:
         delta = tl.load(to)
-        tl.store(to, delta + excess / scale)
+        tl.store(to, delta + residual / scale)
         for t in tl.range(0, tiles):
             at = ((start + t) * TILE + lanes)[:, None].to(tl.int64) * TILE + lanes[None, :]
             ds = tl.load(ds_ptr + at).to(tl.float32)
             p = tl.load(p_ptr + at).to(tl.float32)
-            corrected = ds - p * (excess / keep_scale)[:, None]
-            if DROPOUT & MODS:
-                growth = tl.where(delta == 0.0, 0.0, excess / (scale * delta))
+            corrected = ds - p * (residual / keep_scale)[:, None]
+            if DROPOUT & MOD_FLAGS:
+                growth = tl.where(delta == 0.0, 0.0, residual / (scale * delta))
                 corrected = tl.where(p == 0.0, ds * (1.0 + growth[:, None]), corrected)
             tl.store(ds_ptr + at, corrected.to(ds_ptr.dtype.element_ty))
 
 
 @triton.jit(do_not_specialize=["len_q", "heads_q", "m_tiles"])
-def row_terms(
+def bwd_preprocess(
     do, out, lse_ptr, grad_lse_ptr, lse2_ptr, delta_ptr, len_q, heads_q, m_tiles,
     D: tl.constexpr, BLOCK_D: tl.constexpr, HAS_GRAD_LSE: tl.constexpr, ROWS: tl.constexpr, TMA: tl.constexpr,
     TILE: tl.constexpr,

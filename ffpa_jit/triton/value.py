@@ -10,18 +10,25 @@ The backward's three GEMMs are one launch. Their programs differ in length (a ca
 all tiles, a GQA key block sums over the whole group), and one launch over all of them, longest first, fills the GPU
 where three launches would each leave a tail. Where the key side has too few programs the contraction is split and
 the float32 partial sums are added in a fixed order by ``rows.reduce_partials``.
+
+What is not finite. P and dS are exactly 0 where a row does not see a key, but 0 times NaN is NaN. Under an attention
+mask or a window a program that finds a NaN in its sums therefore takes them again, in two more passes: rows that weigh
+something not finite keep what they got, for the others it counts as 0. The check is 128 comparisons a thread, of a
+program that may have nine steps, and the passes take registers, so causal calls without options go without: there a
+NaN reaches the rows of its own tile.
 """
 
 import triton
 import triton.language as tl
 
 from .epilogue import MASK
-from .geometry import key_span, narrowed, row_span, slot_of
+from .geometry import LOCAL, key_span, narrowed, row_span, slot_of
 from .mask_tiles import key_line, row_line
 from .operands import load_2d, load_tile, store_2d
+from .params import Block, KeySteps, KeyTile, Place
 
 _COUNTS = [
-    "skips", "len_q", "len_kv", "row_first", "col_first", "head_first", "heads_q", "group", "m_tiles", "n_tiles",
+    "block_mask", "len_q", "len_kv", "row_first", "col_first", "head_first", "heads_q", "group", "m_tiles", "n_tiles",
     "slots", "heads", "offset", "left", "right", "width",
 ]  # fmt: skip
 
@@ -54,50 +61,104 @@ def store_both(
 
 
 @triton.jit
+def _has_nan(acc, tail, TAIL: tl.constexpr):
+    bad = tl.max(tl.max((acc != acc).to(tl.int32), 1), 0)
+    if TAIL > 0:
+        bad |= tl.max(tl.max((tail != tail).to(tl.int32), 1), 0)
+    return bad > 0
+
+
+@triton.jit
+def sees_nonfinite(
+    a, y, y_tail, b, h, row, n_rows, d,
+    D: tl.constexpr, BLOCK_N: tl.constexpr, TAIL: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """Which rows of ``A [TILE, BLOCK_K]`` weigh a row of Y that has something not finite, [TILE] of int32."""
+    part = load_2d(y, b, h, row, d, n_rows, D, BLOCK_K, BLOCK_N, TMA).to(tl.float32)
+    bad = tl.max((part - part != 0.0).to(tl.int32), 1)
+    if TAIL > 0:
+        part = load_2d(y_tail, b, h, row, d + BLOCK_N, n_rows, D, BLOCK_K, TAIL, TMA).to(tl.float32)
+        bad |= tl.max((part - part != 0.0).to(tl.int32), 1)
+    return tl.max(((a != 0.0) & (bad != 0)[None, :]).to(tl.int32), 1)
+
+
+@triton.jit
+def _finite(y):
+    """``y`` with 0 for what is not finite."""
+    x = y.to(tl.float32)
+    return tl.where(x - x == 0.0, y, tl.zeros_like(y))
+
+
+@triton.jit
+def multiply_finite(
+    acc, tail, a, y, y_tail, b, h, row, n_rows, d,
+    D: tl.constexpr, BLOCK_N: tl.constexpr, TAIL: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """``multiply``, with 0 for what is not finite in Y."""
+    acc = tl.dot(a, _finite(load_2d(y, b, h, row, d, n_rows, D, BLOCK_K, BLOCK_N, TMA)), acc)
+    if TAIL > 0:
+        part = _finite(load_2d(y_tail, b, h, row, d + BLOCK_N, n_rows, D, BLOCK_K, TAIL, TMA))
+        tail = tl.dot(a, part, tail)
+    return acc, tail
+
+
+@triton.jit
 def _row_side(
-    pid, a_tiles, y, y_tail, len_kv, place, block, skips,
-    D: tl.constexpr, BLOCK_N: tl.constexpr, TAIL: tl.constexpr, BLOCK_K: tl.constexpr, SHAPE: tl.constexpr,
-    MODS: tl.constexpr, TMA: tl.constexpr, TILE: tl.constexpr,
+    pid, a_tiles, y, y_tail, len_kv, place, block, block_mask,
+    D: tl.constexpr, BLOCK_N: tl.constexpr, TAIL: tl.constexpr, BLOCK_K: tl.constexpr, MASK_MODE: tl.constexpr,
+    MOD_FLAGS: tl.constexpr, TMA: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """``A Y`` for the row tile that program ``pid`` owns: O from P and V, or dQ from dS and K.
 
     Returns the accumulators and where they belong: slot of the row tile among the block's, batch, head, row, column.
     """
-    row_first, col_first, head_first, heads_q, group, slots, heads = place
-    m_tiles = block[0]
     STEP: tl.constexpr = BLOCK_N + TAIL
     D_TILES: tl.constexpr = (D + STEP - 1) // STEP
     # Longest rows first: under a causal mask the last row tile sees the most keys.
-    m_tile = m_tiles - 1 - pid // (heads * D_TILES)
-    z = (pid % (heads * D_TILES)) // D_TILES
+    m_tile = block.m_tiles - 1 - pid // (place.heads * D_TILES)
+    z = (pid % (place.heads * D_TILES)) // D_TILES
     d = (pid % D_TILES) * STEP
-    b = (head_first + z) // heads_q
-    h = (head_first + z) % heads_q
-    low, end = row_span(m_tile, block, SHAPE, TILE)
-    if MASK & MODS:
-        line = row_line(skips, b, h, row_first // TILE + m_tile, MODS)
-        low, end = narrowed(low, end, skips[1], line, col_first // TILE)
-    start = z * slots + slot_of(m_tile, 0, block, SHAPE, TILE)
+    b = (place.head_first + z) // place.heads_q
+    h = (place.head_first + z) % place.heads_q
+    low, end = row_span(m_tile, block, MASK_MODE, TILE)
+    if MASK & MOD_FLAGS:
+        line = row_line(block_mask, b, h, place.row_first // TILE + m_tile, MOD_FLAGS)
+        low, end = narrowed(low, end, block_mask.row_spans, line, place.col_first // TILE)
+    start = z * place.slots + slot_of(m_tile, 0, block, MASK_MODE, TILE)
     acc, tail = accumulators(BLOCK_N, TAIL, TILE)
     for k in tl.range(low * TILE, end * TILE, BLOCK_K):
         a = load_tile(a_tiles, (start + k // TILE) * TILE, k % TILE, TILE, BLOCK_K, TILE, TMA)
-        acc, tail = multiply(acc, tail, a, y, y_tail, b, h // group, col_first + k, len_kv, d,
+        acc, tail = multiply(acc, tail, a, y, y_tail, b, h // place.group, place.col_first + k, len_kv, d,
                               D, BLOCK_N, TAIL, BLOCK_K, TMA)  # fmt: skip
-    return acc, tail, z * m_tiles + m_tile, b, h, row_first + m_tile * TILE, d
+    if (MASK & MOD_FLAGS) or MASK_MODE == LOCAL:  # noqa: SIM102 (one is the compiler's, the other the program's)
+        if _has_nan(acc, tail, TAIL):
+            seen = tl.zeros([TILE], tl.int32)
+            for k in tl.range(low * TILE, end * TILE, BLOCK_K, num_stages=1):
+                a = load_tile(a_tiles, (start + k // TILE) * TILE, k % TILE, TILE, BLOCK_K, TILE, TMA)
+                seen |= sees_nonfinite(a, y, y_tail, b, h // place.group, place.col_first + k, len_kv, d,
+                                       D, BLOCK_N, TAIL, BLOCK_K, TMA)  # fmt: skip
+            keep = (seen != 0)[:, None]
+            acc, tail = tl.where(keep, acc, 0.0), tl.where(keep, tail, 0.0)
+            for k in tl.range(low * TILE, end * TILE, BLOCK_K, num_stages=1):
+                a = load_tile(a_tiles, (start + k // TILE) * TILE, k % TILE, TILE, BLOCK_K, TILE, TMA)
+                a = tl.where(keep, tl.zeros_like(a), a)
+                acc, tail = multiply_finite(acc, tail, a, y, y_tail, b, h // place.group, place.col_first + k, len_kv,
+                                            d, D, BLOCK_N, TAIL, BLOCK_K, TMA)  # fmt: skip
+    return acc, tail, z * block.m_tiles + m_tile, b, h, place.row_first + m_tile * TILE, d
 
 
 @triton.jit(do_not_specialize=_COUNTS)
 def value_forward(
-    p_tiles, v, v_tail, out, out_tail, inverse_sum_ptr, skips, len_q, len_kv,
+    p_tiles, v, v_tail, out, out_tail, inverse_sum_ptr, block_mask, len_q, len_kv,
     row_first, col_first, head_first, heads_q, group, m_tiles, n_tiles, slots, heads, offset, left, right, width,
-    D: tl.constexpr, BLOCK_N: tl.constexpr, TAIL: tl.constexpr, BLOCK_K: tl.constexpr, SHAPE: tl.constexpr,
-    MODS: tl.constexpr, TMA: tl.constexpr, TILE: tl.constexpr,
+    D: tl.constexpr, BLOCK_N: tl.constexpr, TAIL: tl.constexpr, BLOCK_K: tl.constexpr, MASK_MODE: tl.constexpr,
+    MOD_FLAGS: tl.constexpr, TMA: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """O of a block: rows ``[row_first, row_first + m_tiles * TILE)`` of ``heads`` heads."""
-    place = (row_first, col_first, head_first, heads_q, group, slots, heads)
-    block = (m_tiles, n_tiles, offset, left, right, width)
-    acc, tail, tile, b, h, row, d = _row_side(tl.program_id(0), p_tiles, v, v_tail, len_kv, place, block, skips,
-                                              D, BLOCK_N, TAIL, BLOCK_K, SHAPE, MODS, TMA, TILE)  # fmt: skip
+    place = Place(row_first, col_first, head_first, heads_q, group, slots, heads)
+    block = Block(m_tiles, n_tiles, offset, left, right, width)
+    acc, tail, tile, b, h, row, d = _row_side(tl.program_id(0), p_tiles, v, v_tail, len_kv, place, block, block_mask,
+                                              D, BLOCK_N, TAIL, BLOCK_K, MASK_MODE, MOD_FLAGS, TMA, TILE)  # fmt: skip
     inverse = tl.load(inverse_sum_ptr + tile * TILE + tl.arange(0, TILE))[:, None]
     store_both(out, out_tail, acc * inverse, tail * inverse, b, h, row, len_q, d, D, BLOCK_N, TAIL, TMA, TILE)
 
@@ -123,41 +184,57 @@ def _store_sum(sum_ptr, x, d, previous, D: tl.constexpr, COLS: tl.constexpr, TIL
 @triton.jit
 def _key_tile(
     at_tiles, x, x_tail, grad, grad_tail, sum_ptr, scale, len_q, len_kv, owner, steps, place, block, previous,
-    D: tl.constexpr, BLOCK_N: tl.constexpr, TAIL: tl.constexpr, BLOCK_K: tl.constexpr, SHAPE: tl.constexpr,
-    PARTIAL: tl.constexpr, TMA: tl.constexpr, TILE: tl.constexpr,
+    D: tl.constexpr, BLOCK_N: tl.constexpr, TAIL: tl.constexpr, BLOCK_K: tl.constexpr, MASK_MODE: tl.constexpr,
+    HIDES: tl.constexpr, PARTIAL: tl.constexpr, TMA: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """``A^T X`` for one key tile: to its gradient, or unscaled to its float32 partial sum."""
-    row_first, col_first, head_first, heads_q, group, slots, heads = place
-    z, b, h, n_tile, d = owner
-    first, steps_per_head, step, step_end = steps
     acc, tail = accumulators(BLOCK_N, TAIL, TILE)
-    for i in tl.range(step, step_end):
-        j = i // steps_per_head
-        m = first * TILE + (i % steps_per_head) * BLOCK_K
-        slot = (z + j) * slots + slot_of(m // TILE, n_tile, block, SHAPE, TILE)
+    for i in tl.range(steps.begin, steps.end):
+        j = i // steps.per_head
+        m = steps.first * TILE + (i % steps.per_head) * BLOCK_K
+        slot = (owner.z + j) * place.slots + slot_of(m // TILE, owner.n_tile, block, MASK_MODE, TILE)
         a = load_tile(at_tiles, slot * TILE + m % TILE, 0, BLOCK_K, TILE, TILE, TMA).T
-        acc, tail = multiply(acc, tail, a, x, x_tail, b, h + j, row_first + m, len_q, d,
+        acc, tail = multiply(acc, tail, a, x, x_tail, owner.b, owner.h + j, place.row_first + m, len_q, owner.d,
                               D, BLOCK_N, TAIL, BLOCK_K, TMA)  # fmt: skip
+    if HIDES:  # noqa: SIM102 (one is the compiler's, the other the program's)
+        if _has_nan(acc, tail, TAIL):
+            seen = tl.zeros([TILE], tl.int32)
+            for i in tl.range(steps.begin, steps.end, num_stages=1):
+                j = i // steps.per_head
+                m = steps.first * TILE + (i % steps.per_head) * BLOCK_K
+                slot = (owner.z + j) * place.slots + slot_of(m // TILE, owner.n_tile, block, MASK_MODE, TILE)
+                a = load_tile(at_tiles, slot * TILE + m % TILE, 0, BLOCK_K, TILE, TILE, TMA).T
+                seen |= sees_nonfinite(a, x, x_tail, owner.b, owner.h + j, place.row_first + m, len_q, owner.d,
+                                       D, BLOCK_N, TAIL, BLOCK_K, TMA)  # fmt: skip
+            keep = (seen != 0)[:, None]
+            acc, tail = tl.where(keep, acc, 0.0), tl.where(keep, tail, 0.0)
+            for i in tl.range(steps.begin, steps.end, num_stages=1):
+                j = i // steps.per_head
+                m = steps.first * TILE + (i % steps.per_head) * BLOCK_K
+                slot = (owner.z + j) * place.slots + slot_of(m // TILE, owner.n_tile, block, MASK_MODE, TILE)
+                a = load_tile(at_tiles, slot * TILE + m % TILE, 0, BLOCK_K, TILE, TILE, TMA).T
+                a = tl.where(keep, tl.zeros_like(a), a)
+                acc, tail = multiply_finite(acc, tail, a, x, x_tail, owner.b, owner.h + j, place.row_first + m, len_q,
+                                            owner.d, D, BLOCK_N, TAIL, BLOCK_K, TMA)  # fmt: skip
     if PARTIAL:
-        if (step < step_end) | (previous == 0):
-            _store_sum(sum_ptr, acc, d, previous, D, BLOCK_N, TILE)
+        if (steps.begin < steps.end) | (previous == 0):
+            _store_sum(sum_ptr, acc, owner.d, previous, D, BLOCK_N, TILE)
             if TAIL > 0:
-                _store_sum(sum_ptr, tail, d + BLOCK_N, previous, D, TAIL, TILE)
+                _store_sum(sum_ptr, tail, owner.d + BLOCK_N, previous, D, TAIL, TILE)
     else:
-        store_both(grad, grad_tail, acc * scale, tail * scale, b, h // group, col_first + n_tile * TILE, len_kv, d,
-               D, BLOCK_N, TAIL, TMA, TILE)  # fmt: skip
+        store_both(grad, grad_tail, acc * scale, tail * scale, owner.b, owner.h // place.group,
+                   place.col_first + owner.n_tile * TILE, len_kv, owner.d, D, BLOCK_N, TAIL, TMA, TILE)  # fmt: skip
 
 
 @triton.jit
 def _key_side(
     pid, p_t_tiles, ds_t_tiles, q, q_tail, do, do_tail, dk, dk_tail, dv, dv_tail, sum_ptr, sum_rows, grad_scale_ptr,
-    scale, len_q, len_kv, place, block, skips, heads_per_group, splits, previous,
-    D: tl.constexpr, BLOCK_N: tl.constexpr, TAIL: tl.constexpr, BLOCK_K: tl.constexpr, SHAPE: tl.constexpr,
-    MODS: tl.constexpr, NEED_DK: tl.constexpr, NEED_DV: tl.constexpr, PARTIAL: tl.constexpr, SCALED: tl.constexpr,
+    scale, len_q, len_kv, place, block, block_mask, heads_per_group, splits, previous,
+    D: tl.constexpr, BLOCK_N: tl.constexpr, TAIL: tl.constexpr, BLOCK_K: tl.constexpr, MASK_MODE: tl.constexpr,
+    MOD_FLAGS: tl.constexpr, NEED_DK: tl.constexpr, NEED_DV: tl.constexpr, PARTIAL: tl.constexpr, SCALED: tl.constexpr,
     TMA: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """One key tile of dK or of dV, or one split of it: a contraction over every row of every head of the group."""
-    row_first, col_first, head_first, heads_q, group, slots, heads = place
     STEP: tl.constexpr = BLOCK_N + TAIL
     D_TILES: tl.constexpr = (D + STEP - 1) // STEP
     is_dk = NEED_DK
@@ -169,24 +246,26 @@ def _key_side(
     pid = pid // D_TILES
     split = pid % splits
     pid = pid // splits
-    groups = heads // heads_per_group
+    groups = place.heads // heads_per_group
     n_tile = pid // groups
     g = pid % groups
     z = g * heads_per_group
-    b = (head_first + z) // heads_q
-    h = (head_first + z) % heads_q
-    owner = (z, b, h, n_tile, d)
-    first, end = key_span(n_tile, block, SHAPE, TILE)
-    if MASK & MODS:
-        # The heads of a group share their spans over rows, whatever their masks.
-        line = key_line(skips, b, h, col_first // TILE + n_tile)
-        first, end = narrowed(first, end, skips[2], line, row_first // TILE)
+    b = (place.head_first + z) // place.heads_q
+    h = (place.head_first + z) % place.heads_q
+    owner = KeyTile(z, b, h, n_tile, d)
+    first, end = key_span(n_tile, block, MASK_MODE, TILE)
+    if MASK & MOD_FLAGS:
+        # The heads of a group steps_per_split their spans over rows, whatever their masks.
+        line = key_line(block_mask, b, h, place.col_first // TILE + n_tile)
+        first, end = narrowed(first, end, block_mask.key_spans, line, place.row_first // TILE)
     steps_per_head = max(end - first, 0) * (TILE // BLOCK_K)
     total = steps_per_head * heads_per_group
-    share = tl.cdiv(total, splits)
-    steps = (first, steps_per_head, split * share, min(split * share + share, total))
+    steps_per_split = tl.cdiv(total, splits)
+    begin = split * steps_per_split
+    steps = KeySteps(first, steps_per_head, begin, min(begin + steps_per_split, total))
     if SCALED:
-        scale = scale / tl.load(grad_scale_ptr + (head_first + z) // group)
+        scale = scale / tl.load(grad_scale_ptr + (place.head_first + z) // place.group)
+    HIDES: tl.constexpr = (MASK & MOD_FLAGS) != 0 or MASK_MODE == LOCAL
     sums = sum_ptr
     if PARTIAL:
         kind = tl.where(is_dk, 0, 1)
@@ -196,29 +275,29 @@ def _key_side(
     if NEED_DK and NEED_DV:
         if is_dk:
             _key_tile(ds_t_tiles, q, q_tail, dk, dk_tail, sums, scale, len_q, len_kv, owner, steps, place, block,
-                      previous, D, BLOCK_N, TAIL, BLOCK_K, SHAPE, PARTIAL, TMA, TILE)  # fmt: skip
+                      previous, D, BLOCK_N, TAIL, BLOCK_K, MASK_MODE, HIDES, PARTIAL, TMA, TILE)  # fmt: skip
         else:
             _key_tile(p_t_tiles, do, do_tail, dv, dv_tail, sums, 1.0, len_q, len_kv, owner, steps, place, block,
-                      previous, D, BLOCK_N, TAIL, BLOCK_K, SHAPE, PARTIAL, TMA, TILE)  # fmt: skip
+                      previous, D, BLOCK_N, TAIL, BLOCK_K, MASK_MODE, HIDES, PARTIAL, TMA, TILE)  # fmt: skip
     elif NEED_DK:
         _key_tile(ds_t_tiles, q, q_tail, dk, dk_tail, sums, scale, len_q, len_kv, owner, steps, place, block,
-                  previous, D, BLOCK_N, TAIL, BLOCK_K, SHAPE, PARTIAL, TMA, TILE)  # fmt: skip
+                  previous, D, BLOCK_N, TAIL, BLOCK_K, MASK_MODE, HIDES, PARTIAL, TMA, TILE)  # fmt: skip
     else:
         _key_tile(p_t_tiles, do, do_tail, dv, dv_tail, sums, 1.0, len_q, len_kv, owner, steps, place, block,
-                  previous, D, BLOCK_N, TAIL, BLOCK_K, SHAPE, PARTIAL, TMA, TILE)  # fmt: skip
+                  previous, D, BLOCK_N, TAIL, BLOCK_K, MASK_MODE, HIDES, PARTIAL, TMA, TILE)  # fmt: skip
 
 
 @triton.jit
 def _query_side(
-    pid, ds_tiles, k, k_tail, dq, dq_tail, grad_scale_ptr, scale, len_q, len_kv, place, block, skips,
-    D: tl.constexpr, BLOCK_N: tl.constexpr, TAIL: tl.constexpr, BLOCK_K: tl.constexpr, SHAPE: tl.constexpr,
-    MODS: tl.constexpr, SCALED: tl.constexpr, TMA: tl.constexpr, TILE: tl.constexpr,
+    pid, ds_tiles, k, k_tail, dq, dq_tail, grad_scale_ptr, scale, len_q, len_kv, place, block, block_mask,
+    D: tl.constexpr, BLOCK_N: tl.constexpr, TAIL: tl.constexpr, BLOCK_K: tl.constexpr, MASK_MODE: tl.constexpr,
+    MOD_FLAGS: tl.constexpr, SCALED: tl.constexpr, TMA: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """dQ of a row tile."""
-    acc, tail, _, b, h, row, d = _row_side(pid, ds_tiles, k, k_tail, len_kv, place, block, skips,
-                                           D, BLOCK_N, TAIL, BLOCK_K, SHAPE, MODS, TMA, TILE)  # fmt: skip
+    acc, tail, _, b, h, row, d = _row_side(pid, ds_tiles, k, k_tail, len_kv, place, block, block_mask,
+                                           D, BLOCK_N, TAIL, BLOCK_K, MASK_MODE, MOD_FLAGS, TMA, TILE)  # fmt: skip
     if SCALED:
-        scale = scale / tl.load(grad_scale_ptr + (b * place[3] + h) // place[4])
+        scale = scale / tl.load(grad_scale_ptr + (b * place.heads_q + h) // place.group)
     store_both(dq, dq_tail, acc * scale, tail * scale, b, h, row, len_q, d, D, BLOCK_N, TAIL, TMA, TILE)
 
 
@@ -229,11 +308,11 @@ _BACKWARD_COUNTS = [*_COUNTS, "sum_rows", "query_programs", "key_programs", "hea
 @triton.jit(do_not_specialize=_BACKWARD_COUNTS)
 def value_backward(
     p_t_tiles, ds_tiles, ds_t_tiles, q, q_tail, k, k_tail, do, do_tail, dq, dq_tail, dk, dk_tail, dv, dv_tail,
-    sum_ptr, sum_rows, grad_scale_ptr, scale, skips, len_q, len_kv,
+    sum_ptr, sum_rows, grad_scale_ptr, scale, block_mask, len_q, len_kv,
     row_first, col_first, head_first, heads_q, group, m_tiles, n_tiles, slots, heads, offset, left, right, width,
     query_programs, key_programs, heads_per_group, splits, queries_first, previous,
-    D: tl.constexpr, BLOCK_N: tl.constexpr, TAIL: tl.constexpr, BLOCK_K: tl.constexpr, SHAPE: tl.constexpr,
-    MODS: tl.constexpr, NEED_DQ: tl.constexpr, NEED_DK: tl.constexpr, NEED_DV: tl.constexpr, PARTIAL: tl.constexpr,
+    D: tl.constexpr, BLOCK_N: tl.constexpr, TAIL: tl.constexpr, BLOCK_K: tl.constexpr, MASK_MODE: tl.constexpr,
+    MOD_FLAGS: tl.constexpr, NEED_DQ: tl.constexpr, NEED_DK: tl.constexpr, NEED_DV: tl.constexpr, PARTIAL: tl.constexpr,
     SCALED: tl.constexpr, TMA: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """dQ, dK and dV of a block in one launch.
@@ -242,8 +321,8 @@ def value_backward(
     ``heads_per_group`` heads of each group are in the block. With PARTIAL the key side goes unscaled to a float32
     buffer [2, splits, groups, sum_rows, D], continued from what it holds when ``previous`` is set.
     """
-    place = (row_first, col_first, head_first, heads_q, group, slots, heads)
-    block = (m_tiles, n_tiles, offset, left, right, width)
+    place = Place(row_first, col_first, head_first, heads_q, group, slots, heads)
+    block = Block(m_tiles, n_tiles, offset, left, right, width)
     KEYS: tl.constexpr = (1 if NEED_DK else 0) + (1 if NEED_DV else 0)
     pid = tl.program_id(0)
     if NEED_DQ and KEYS > 0:
@@ -255,17 +334,17 @@ def value_backward(
             pid = tl.where(is_query, pid - key_programs * KEYS, pid)
         if is_query:
             _query_side(pid, ds_tiles, k, k_tail, dq, dq_tail, grad_scale_ptr, scale, len_q, len_kv, place, block,
-                        skips, D, BLOCK_N, TAIL, BLOCK_K, SHAPE, MODS, SCALED, TMA, TILE)  # fmt: skip
+                        block_mask, D, BLOCK_N, TAIL, BLOCK_K, MASK_MODE, MOD_FLAGS, SCALED, TMA, TILE)  # fmt: skip
         else:
             _key_side(pid, p_t_tiles, ds_t_tiles, q, q_tail, do, do_tail, dk, dk_tail, dv, dv_tail, sum_ptr, sum_rows,
-                      grad_scale_ptr, scale, len_q, len_kv, place, block, skips, heads_per_group, splits, previous,
-                      D, BLOCK_N, TAIL, BLOCK_K, SHAPE, MODS, NEED_DK, NEED_DV, PARTIAL, SCALED, TMA,
+                      grad_scale_ptr, scale, len_q, len_kv, place, block, block_mask, heads_per_group, splits, previous,
+                      D, BLOCK_N, TAIL, BLOCK_K, MASK_MODE, MOD_FLAGS, NEED_DK, NEED_DV, PARTIAL, SCALED, TMA,
                       TILE)  # fmt: skip
     elif NEED_DQ:
         _query_side(pid, ds_tiles, k, k_tail, dq, dq_tail, grad_scale_ptr, scale, len_q, len_kv, place, block,
-                    skips, D, BLOCK_N, TAIL, BLOCK_K, SHAPE, MODS, SCALED, TMA, TILE)  # fmt: skip
+                    block_mask, D, BLOCK_N, TAIL, BLOCK_K, MASK_MODE, MOD_FLAGS, SCALED, TMA, TILE)  # fmt: skip
     else:
         _key_side(pid, p_t_tiles, ds_t_tiles, q, q_tail, do, do_tail, dk, dk_tail, dv, dv_tail, sum_ptr, sum_rows,
-                  grad_scale_ptr, scale, len_q, len_kv, place, block, skips, heads_per_group, splits, previous,
-                  D, BLOCK_N, TAIL, BLOCK_K, SHAPE, MODS, NEED_DK, NEED_DV, PARTIAL, SCALED, TMA,
+                  grad_scale_ptr, scale, len_q, len_kv, place, block, block_mask, heads_per_group, splits, previous,
+                  D, BLOCK_N, TAIL, BLOCK_K, MASK_MODE, MOD_FLAGS, NEED_DK, NEED_DV, PARTIAL, SCALED, TMA,
                   TILE)  # fmt: skip

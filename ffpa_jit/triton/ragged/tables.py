@@ -1,17 +1,17 @@
 # mypy: ignore-errors
 """Device side of the plan: from ``cu_seqlens`` to the tables that the score and value phases read.
 
-``scan`` is one program that walks documents, segments, row tiles and key tiles, with a prefix sum over each; ``expand``
+``scan`` is one program that walks sequences, segments, row tiles and key tiles, with a prefix sum over each; ``expand``
 writes what is one value per row or per task. Positions in these tables are int32 words:
 
-    head      malformed, unsafe (see ``kernels``), segments, row tiles, key tiles, slots, tasks, unsafe packs
-    segment   first row | first key | first document | first row tile | first key tile | fences before | kind
+    head      invalid, unsafe (see ``kernels``), segments, row tiles, key tiles, slots, tasks, unsafe packs
+    segment   first row | first key | first sequence | first row tile | first key tile | boundaries before | kind
     row       a record for each row tile, see ``R_*``          key    a record for each key tile, see ``K_*``
     chunk     first row tile, first task, first slot, first key tile, end of the key tiles of the chunk before
     low, high the keys that a packed row sees, from the first key of its segment
     task      the row tile of each task of a chunk | its key tile, -1 for none
 
-Malformed ``cu_seqlens`` (not beginning at 0, decreasing, beyond the tensor, or with a document longer than was said)
+Invalid ``cu_seqlens`` (not beginning at 0, decreasing, beyond the tensor, or with a sequence longer than was said)
 leave only the last segment, so that nothing is read or written where it should not be, and a mark that makes all
 results NaN.
 """
@@ -19,12 +19,26 @@ results NaN.
 import triton
 import triton.language as tl
 
+from ffpa_jit.triton.params import Band
+
 RECORD = tl.constexpr(16)
 CHUNK_RECORD = tl.constexpr(8)
 
-MALFORMED = tl.constexpr(0)
+INVALID = tl.constexpr(0)
 UNSAFE = tl.constexpr(1)
+SEGMENTS = tl.constexpr(2)
+ROW_TILES = tl.constexpr(3)
+KEY_TILES = tl.constexpr(4)
+SLOTS = tl.constexpr(5)
+TASKS = tl.constexpr(6)
 UNSAFE_PACKS = tl.constexpr(7)
+
+C_ROW_TILE = tl.constexpr(0)
+C_TASK = tl.constexpr(1)
+C_SLOT = tl.constexpr(2)
+C_KEY_TILE = tl.constexpr(3)
+C_KEY_TILE_END = tl.constexpr(4)
+"""Of the chunk before."""
 
 R_SEGMENT = tl.constexpr(0)
 R_ROW = tl.constexpr(1)
@@ -47,7 +61,7 @@ R_FULL_FROM = tl.constexpr(10)
 """First key that all of its 128 rows see; -1 if the segment is packed, where there is none."""
 R_FULL_TO = tl.constexpr(11)
 R_SAMPLE = tl.constexpr(12)
-"""Key tile that the row references come from."""
+"""Key tile that the row maxima come from."""
 R_TASK = tl.constexpr(13)
 """First task of its group."""
 R_PLACE = tl.constexpr(14)
@@ -75,10 +89,10 @@ K_PACKED = tl.constexpr(10)
 
 S_ROW = tl.constexpr(0)
 S_KEY = tl.constexpr(1)
-S_DOC = tl.constexpr(2)
+S_SEQUENCE = tl.constexpr(2)
 S_ROW_TILE = tl.constexpr(3)
 S_KEY_TILE = tl.constexpr(4)
-S_FENCES = tl.constexpr(5)
+S_BOUNDARIES = tl.constexpr(5)
 S_KIND = tl.constexpr(6)
 """0: always whole in a chunk, 1: may be cut, 2: the last segment."""
 
@@ -94,11 +108,11 @@ def _clamp(x, high):
 
 
 @triton.jit
-def _malformed(cu_q, cu_k, docs, len_q, len_k, max_q, max_k, BLOCK: tl.constexpr):
+def _invalid(cu_q, cu_k, sequences, len_q, len_k, max_q, max_k, BLOCK: tl.constexpr):
     wrong = tl.zeros([BLOCK], tl.int32)
-    for at in tl.range(0, docs, BLOCK):
+    for at in tl.range(0, sequences, BLOCK):
         i = at + tl.arange(0, BLOCK)
-        inside = i < docs
+        inside = i < sequences
         q0, q1 = _offsets(cu_q, i, inside), _offsets(cu_q, i + 1, inside)
         k0, k1 = _offsets(cu_k, i, inside), _offsets(cu_k, i + 1, inside)
         bad = (q0 < 0) | (k0 < 0) | (q1 < q0) | (k1 < k0) | (q1 > len_q) | (k1 > len_k)
@@ -108,12 +122,12 @@ def _malformed(cu_q, cu_k, docs, len_q, len_k, max_q, max_k, BLOCK: tl.constexpr
 
 
 @triton.jit
-def _segments(cu_q, cu_k, segment, size, docs, len_q, len_k, short, window, BLOCK: tl.constexpr):
-    """Where segments begin: first row, first key, first document of each; returns how many there are."""
+def _segments(cu_q, cu_k, segment, size, sequences, len_q, len_k, short, window, BLOCK: tl.constexpr):
+    """Where segments begin: first row, first key, first sequence of each; returns how many there are."""
     segments = 0
-    for at in tl.range(0, docs, BLOCK):
+    for at in tl.range(0, sequences, BLOCK):
         i = at + tl.arange(0, BLOCK)
-        inside = i < docs
+        inside = i < sequences
         q0, q1 = _offsets(cu_q, i, inside), _offsets(cu_q, i + 1, inside)
         k0, k1 = _offsets(cu_k, i, inside), _offsets(cu_k, i + 1, inside)
         q_before, k_before = _offsets(cu_q, i - 1, inside & (i > 0)), _offsets(cu_k, i - 1, inside & (i > 0))
@@ -124,25 +138,25 @@ def _segments(cu_q, cu_k, segment, size, docs, len_q, len_k, short, window, BLOC
         to = segment + segments + tl.cumsum(count, 0) - 1
         tl.store(to + S_ROW * size, q0, mask=begins)
         tl.store(to + S_KEY * size, k0, mask=begins)
-        tl.store(to + S_DOC * size, i, mask=begins)
+        tl.store(to + S_SEQUENCE * size, i, mask=begins)
         segments += tl.sum(count, 0)
     last = segment + segments
-    tl.store(last + S_ROW * size, tl.load(cu_q + docs, mask=docs > 0, other=0).to(tl.int32))
-    tl.store(last + S_KEY * size, tl.load(cu_k + docs, mask=docs > 0, other=0).to(tl.int32))
-    tl.store(last + S_DOC * size, docs)
+    tl.store(last + S_ROW * size, tl.load(cu_q + sequences, mask=sequences > 0, other=0).to(tl.int32))
+    tl.store(last + S_KEY * size, tl.load(cu_k + sequences, mask=sequences > 0, other=0).to(tl.int32))
+    tl.store(last + S_SEQUENCE * size, sequences)
     tl.store(last + 1 + S_ROW * size, len_q)
     tl.store(last + 1 + S_KEY * size, len_k)
-    tl.store(last + 1 + S_DOC * size, docs)
+    tl.store(last + 1 + S_SEQUENCE * size, sequences)
     return segments + 1
 
 
 @triton.jit
 def _tile_counts(segment, size, row_marks, key_marks, segments, cut_above, fenced, TILE: tl.constexpr,
                  BLOCK: tl.constexpr):  # fmt: skip
-    """First row tile, first key tile, fences and kind of each segment; marks where segments begin among the tiles."""
+    """First row tile, first key tile, boundaries and kind of each segment; marks where they begin among the tiles."""
     row_tiles = 0
     key_tiles = 0
-    fences = 0
+    boundaries = 0
     for at in tl.range(0, segments, BLOCK):
         s = at + tl.arange(0, BLOCK)
         inside = s < segments
@@ -154,21 +168,21 @@ def _tile_counts(segment, size, row_marks, key_marks, segments, cut_above, fence
         first_key = key_tiles + tl.cumsum(n, 0) - n
         is_last = s == segments - 1
         big = inside & (m > 0) & (m.to(tl.int64) * tl.maximum(n, 1) > cut_above) & (s < segments - 1)
-        fence = big.to(tl.int32) * fenced
-        before = fences + tl.cumsum(fence, 0) - fence
+        boundary = big.to(tl.int32) * fenced
+        before = boundaries + tl.cumsum(boundary, 0) - boundary
         tl.store(here + S_ROW_TILE * size, first_row, mask=inside)
         tl.store(here + S_KEY_TILE * size, first_key, mask=inside)
-        # A fence stands before a segment and one behind it.
-        tl.store(here + S_FENCES * size, 2 * before + fence, mask=inside)
+        # A boundary stands before a segment and one behind it.
+        tl.store(here + S_BOUNDARIES * size, 2 * before + boundary, mask=inside)
         tl.store(here + S_KIND * size, tl.where(is_last, 2, big.to(tl.int32)), mask=inside)
         tl.atomic_add(row_marks + first_row, 1, mask=inside)
         tl.atomic_add(key_marks + first_key, 1, mask=inside)
         row_tiles += tl.sum(m, 0)
         key_tiles += tl.sum(n, 0)
-        fences += tl.sum(fence, 0)
+        boundaries += tl.sum(boundary, 0)
     tl.store(segment + segments + S_ROW_TILE * size, row_tiles)
     tl.store(segment + segments + S_KEY_TILE * size, key_tiles)
-    tl.store(segment + segments + S_FENCES * size, 0)
+    tl.store(segment + segments + S_BOUNDARIES * size, 0)
     tl.store(segment + segments + S_KIND * size, 0)
     return row_tiles, key_tiles
 
@@ -181,8 +195,9 @@ def _bounds_of(segment, size, s, inside, segments):
     k0 = tl.load(here + S_KEY * size, mask=inside, other=0)
     nq = tl.load(here + 1 + S_ROW * size, mask=inside, other=0) - q0
     nk = tl.load(here + 1 + S_KEY * size, mask=inside, other=0) - k0
-    docs = tl.load(here + 1 + S_DOC * size, mask=inside, other=0) - tl.load(here + S_DOC * size, mask=inside, other=0)
-    return q0, nq, k0, nk, docs > 1, s == segments - 1
+    sequences = tl.load(here + 1 + S_SEQUENCE * size, mask=inside, other=0)
+    sequences -= tl.load(here + S_SEQUENCE * size, mask=inside, other=0)
+    return q0, nq, k0, nk, sequences > 1, s == segments - 1
 
 
 @triton.jit
@@ -302,7 +317,7 @@ def _key_records(segment, size, key, key_marks, segments, key_tiles, left, right
 
 @triton.jit
 def _chunks(segment, size, row, chunk, row_tiles, chunks, stride, steps, BLOCK: tl.constexpr):
-    """Where each chunk begins: at the first unit whose slot, and the fences before it, reach the chunk's number."""
+    """Where each chunk begins: at the first unit whose slot, and the boundaries before it, reach the chunk's number."""
     for at in tl.range(0, chunks + 1, BLOCK):
         c = at + tl.arange(0, BLOCK)
         inside = c <= chunks
@@ -317,7 +332,7 @@ def _chunks(segment, size, row, chunk, row_tiles, chunks, stride, steps, BLOCK: 
             whole = tl.load(segment + s + S_ROW_TILE * size, mask=open_, other=0)
             unit = tl.where(kind == 0, whole, middle - tl.load(record + R_PLACE, mask=open_, other=0))
             slot = tl.load(row + unit * RECORD + R_SLOT, mask=open_, other=0)
-            reached = slot // stride + tl.load(segment + s + S_FENCES * size, mask=open_, other=0) >= c
+            reached = slot // stride + tl.load(segment + s + S_BOUNDARIES * size, mask=open_, other=0) >= c
             high = tl.where(open_ & reached, middle, high)
             low = tl.where(open_ & (reached == 0), middle + 1, low)
         first = tl.where(c == chunks, row_tiles, low)
@@ -327,11 +342,11 @@ def _chunks(segment, size, row, chunk, row_tiles, chunks, stride, steps, BLOCK: 
         within = first > tl.load(segment + s + S_ROW_TILE * size, mask=inside, other=0)
         key_after = tl.load(segment + s + 1 + S_KEY_TILE * size, mask=inside & within, other=0)
         to = chunk + c * CHUNK_RECORD
-        tl.store(to, first, mask=inside)
-        tl.store(to + 1, tl.load(record + R_TASK, mask=inside, other=0), mask=inside)
-        tl.store(to + 2, tl.load(record + R_SLOT, mask=inside, other=0), mask=inside)
-        tl.store(to + 3, tl.where(first == 0, 0, key_first), mask=inside)
-        tl.store(to + 4, tl.where(within, key_after, key_first), mask=inside)
+        tl.store(to + C_ROW_TILE, first, mask=inside)
+        tl.store(to + C_TASK, tl.load(record + R_TASK, mask=inside, other=0), mask=inside)
+        tl.store(to + C_SLOT, tl.load(record + R_SLOT, mask=inside, other=0), mask=inside)
+        tl.store(to + C_KEY_TILE, tl.where(first == 0, 0, key_first), mask=inside)
+        tl.store(to + C_KEY_TILE_END, tl.where(within, key_after, key_first), mask=inside)
 
 
 @triton.jit
@@ -343,12 +358,12 @@ def _sum_below(x):
 
 @triton.jit
 def band_of(nq, nk, left, right, TILE: tl.constexpr):
-    """(low, high, key tiles): row tile ``m`` of a document sees the key tiles [m + low, m + high), cut at both ends."""
+    """Which key tiles the row tiles of a sequence see."""
     at = nk - nq
     base = nq // TILE + 2  # keeps divisions off negative numbers, of which they round up
     low = (tl.maximum(at - left, -base * TILE) + base * TILE) // TILE - base
     high = (tl.minimum(at + right, nk) + base * TILE + TILE - 1) // TILE - base + 1
-    return low, high, (nk + TILE - 1) // TILE
+    return Band(low, high, (nk + TILE - 1) // TILE)
 
 
 @triton.jit
@@ -357,25 +372,24 @@ def before(m, band):
 
     For the key side: a load of R_SLOT in its loop would take a stage of the pipeline.
     """
-    low, high, n_tiles = band
-    wide = _sum_below(m + high) - _sum_below(m + high - n_tiles)
-    return wide - _sum_below(m + low) - tl.maximum(m + low, 0)
+    wide = _sum_below(m + band.high) - _sum_below(m + band.high - band.n_tiles)
+    return wide - _sum_below(m + band.low) - tl.maximum(m + band.low, 0)
 
 
 @triton.jit(do_not_specialize=[
-    "docs", "len_q", "len_k", "max_q", "max_k", "short", "window", "left", "right", "unlimited", "group_rows",
+    "sequences", "len_q", "len_k", "max_q", "max_k", "short", "window", "left", "right", "unlimited", "group_rows",
     "cut_above", "fenced", "chunks", "stride", "steps", "size",
 ])  # fmt: skip
 def scan(
     cu_q, cu_k, head, row_marks, key_marks, segment, row, key, chunk, size,
-    docs, len_q, len_k, max_q, max_k, short, window, left, right, unlimited, group_rows, cut_above, fenced, chunks,
+    sequences, len_q, len_k, max_q, max_k, short, window, left, right, unlimited, group_rows, cut_above, fenced, chunks,
     stride, steps,
     TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """All tables but those of ``expand``, by one program. ``row_marks`` and ``key_marks`` begin as zeros."""
-    malformed = _malformed(cu_q, cu_k, docs, len_q, len_k, max_q, max_k, BLOCK)
-    docs = tl.where(malformed > 0, 0, docs)
-    segments = _segments(cu_q, cu_k, segment, size, docs, len_q, len_k, short, window, BLOCK)
+    invalid = _invalid(cu_q, cu_k, sequences, len_q, len_k, max_q, max_k, BLOCK)
+    sequences = tl.where(invalid > 0, 0, sequences)
+    segments = _segments(cu_q, cu_k, segment, size, sequences, len_q, len_k, short, window, BLOCK)
     tl.debug_barrier()
     row_tiles, key_tiles = _tile_counts(segment, size, row_marks, key_marks, segments, cut_above, fenced, TILE, BLOCK)
     tl.debug_barrier()
@@ -384,12 +398,12 @@ def scan(
     _key_records(segment, size, key, key_marks, segments, key_tiles, left, right, TILE, BLOCK)
     tl.debug_barrier()
     _chunks(segment, size, row, chunk, row_tiles, chunks, stride, steps, 128)
-    tl.store(head + MALFORMED, malformed)
-    tl.store(head + 2, segments)
-    tl.store(head + 3, row_tiles)
-    tl.store(head + 4, key_tiles)
-    tl.store(head + 5, slots)
-    tl.store(head + 6, tasks)
+    tl.store(head + INVALID, invalid)
+    tl.store(head + SEGMENTS, segments)
+    tl.store(head + ROW_TILES, row_tiles)
+    tl.store(head + KEY_TILES, key_tiles)
+    tl.store(head + SLOTS, slots)
+    tl.store(head + TASKS, tasks)
 
 
 @triton.jit(do_not_specialize=["c", "size", "left", "right", "steps", "tasks"])
@@ -398,9 +412,8 @@ def expand(
     TILE: tl.constexpr,
 ):  # fmt: skip
     """For chunk ``c``: the keys that each row sees, and the list of its tasks. A program has a row tile."""
-    first = tl.load(chunk + c * CHUNK_RECORD)
-    tile = first + tl.program_id(0)
-    if tile >= tl.load(chunk + (c + 1) * CHUNK_RECORD):
+    tile = tl.load(chunk + c * CHUNK_RECORD + C_ROW_TILE) + tl.program_id(0)
+    if tile >= tl.load(chunk + (c + 1) * CHUNK_RECORD + C_ROW_TILE):
         return
     record = row + tile * RECORD
     lanes = tl.arange(0, TILE)
@@ -408,20 +421,21 @@ def expand(
     rows = tl.load(record + R_ROW) + lanes
     inside = rows < tl.load(record + R_ROW_END)
 
-    # The document of each row: the last one of the segment that begins at or before it.
-    doc_first, doc_end = tl.load(segment + s + S_DOC * size), tl.load(segment + s + 1 + S_DOC * size)
-    doc = tl.zeros([TILE], tl.int32) + doc_first
-    if doc_end - doc_first > 1:
-        end = tl.zeros([TILE], tl.int32) + doc_end
+    # The sequence of each row: the last one of the segment that begins at or before it.
+    sequence_first = tl.load(segment + s + S_SEQUENCE * size)
+    sequence_end = tl.load(segment + s + 1 + S_SEQUENCE * size)
+    sequence = tl.zeros([TILE], tl.int32) + sequence_first
+    if sequence_end - sequence_first > 1:
+        end = tl.zeros([TILE], tl.int32) + sequence_end
         for _ in tl.range(0, steps):
-            middle = (doc + end) // 2
+            middle = (sequence + end) // 2
             later = _offsets(cu_q, middle, inside) <= rows
-            doc = tl.where(later, middle, doc)
+            sequence = tl.where(later, middle, sequence)
             end = tl.where(later, end, middle)
-    known = inside & (doc_first < doc_end)
-    q0, k0 = _offsets(cu_q, doc, known), _offsets(cu_k, doc, known)
-    nk = _offsets(cu_k, doc + 1, known) - k0
-    at = rows - q0 + nk - (_offsets(cu_q, doc + 1, known) - q0)
+    known = inside & (sequence_first < sequence_end)
+    q0, k0 = _offsets(cu_q, sequence, known), _offsets(cu_k, sequence, known)
+    nk = _offsets(cu_k, sequence + 1, known) - k0
+    at = rows - q0 + nk - (_offsets(cu_q, sequence + 1, known) - q0)
     key = k0 - tl.load(record + R_KEY)
     tl.store(low_ptr + rows, tl.where(known, key + _clamp(at - left, nk), 0), mask=inside)
     tl.store(high_ptr + rows, tl.where(known, key + _clamp(at + right + 1, nk), 0), mask=inside)
@@ -431,7 +445,7 @@ def expand(
     begin = tl.load(row + (tile - place) * RECORD + R_LOW)
     final = row + (tile - place + group - 1) * RECORD
     width = tl.load(final + R_LOW) + tl.load(final + R_COUNT) - begin
-    to = task_ptr + tl.load(record + R_TASK) - tl.load(chunk + c * CHUNK_RECORD + 1) + place
+    to = task_ptr + tl.load(record + R_TASK) - tl.load(chunk + c * CHUNK_RECORD + C_TASK) + place
     for i in tl.range(0, width, TILE):
         n = begin + i + lanes
         seen = (n >= low) & (n < low + count)
