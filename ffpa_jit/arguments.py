@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 
+from ffpa_jit import op_rules
 from ffpa_jit.problem import NO_WINDOW, Refusal, shown
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "check_tensors",
     "factor",
     "foreign",
+    "has_tangent",
     "number",
     "probability",
     "reject",
@@ -32,8 +34,8 @@ __all__ = [
     "window",
 ]
 
-# The tensor types whose operations we may replace. Any other subclass (DTensor, jagged, user-made) gives its own
-# meaning to SDPA and is left to it.
+# The tensor types whose operations we may replace, beside DTensor, for which the operators have rules. Any other
+# subclass (jagged, user-made) gives its own meaning to SDPA and is left to it.
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter, FakeTensor, FunctionalTensor)
 
 _SINK = "no kernel has sink logits"
@@ -182,10 +184,11 @@ def _limit(value: Any) -> int:
 
 def foreign(*tensors: Tensor | None) -> Refusal | None:
     """Why these tensors cannot be handed to kernels at all, whatever the call; None if they can."""
+    sharded = op_rules.is_sharded(*tensors)
     for tensor in tensors:
         if tensor is None:
             continue
-        if type(tensor) not in _PLAIN_TYPES:
+        if type(tensor) not in _PLAIN_TYPES and not sharded:
             return Refusal("subclass", f"{type(tensor).__name__} arguments give SDPA a meaning of their own")
         if tensor.is_nested:
             return Refusal("subclass", "nested tensors give SDPA a meaning of their own")
@@ -193,11 +196,16 @@ def foreign(*tensors: Tensor | None) -> Refusal | None:
             return Refusal(
                 "layout", f"a tensor has the layout {tensor.layout}; the kernels read strided memory: densify it"
             )
-    if not torch.compiler.is_compiling() and (
-        torch._C._functorch.maybe_current_level() is not None or forward_ad._current_level >= 0
-    ):
-        return Refusal("transform", "torch.func transforms and forward-mode derivatives are SDPA's to differentiate")
+    if not torch.compiler.is_compiling() and has_tangent(*tensors):
+        return Refusal("transform", "forward-mode derivatives (jvp) are SDPA's")
     return None
+
+
+def has_tangent(*inputs: Any) -> bool:
+    """Whether one of these carries a forward-mode derivative."""
+    return forward_ad._current_level >= 0 and any(
+        isinstance(each, Tensor) and forward_ad.unpack_dual(each).tangent is not None for each in inputs
+    )
 
 
 def autocast(tensor: Tensor) -> Tensor:

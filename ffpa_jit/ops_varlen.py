@@ -18,13 +18,14 @@ tensors are [T, H, D], sequence i in the rows `cu_seqlens[i]` to `cu_seqlens[i +
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from ffpa_jit import registry
-from ffpa_jit.backends import decode
+from ffpa_jit import dispatch, op_rules, plan
 from ffpa_jit.ops import TAGS, library, register, unwatched
+from ffpa_jit.problem import AttentionParams, Problem
 
 __all__ = ["attend", "flash_attn_varlen", "flash_attn_varlen_backward", "gradients"]
 
@@ -69,23 +70,13 @@ def _forward(
     if _nothing_to_see(query, key, cu_seqlens_q):
         lse = query.new_full((query.shape[1], query.shape[0]), float("-inf"), dtype=torch.float32)
         return torch.zeros_like(query), lse
-    options = decode(forward_backend)
-    return registry.get(options.name).varlen_forward(
-        query,
-        key,
-        value,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q=max_seqlen_q,
-        max_seqlen_k=max_seqlen_k,
-        scale=scale,
-        is_causal=is_causal,
-        dropout_p=dropout_p,
-        rng=rng,
-        window=(window_size_left, window_size_right),
-        softcap=softcap,
-        options=options,
+    window = window_size_left, window_size_right
+    params = AttentionParams(scale, is_causal, window, softcap, dropout_p, varlen=True)
+    run = plan.of(query, params, forward_backend, backward_backend).forward
+    result: tuple[torch.Tensor, torch.Tensor] = run(
+        query, key, value, cu_seqlens_q, cu_seqlens_k, rng, max_seqlen_q, max_seqlen_k
     )
+    return result
 
 
 def _forward_fake(query: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -120,28 +111,13 @@ def gradients(
             torch.zeros_like(tensor) if need else None for tensor, need in zip((query, key, value), needs, strict=True)
         )
         return dq, dk, dv
-    options = decode(backend)
-    return registry.get(options.name).varlen_backward(
-        grad_out,
-        grad_lse,
-        query,
-        key,
-        value,
-        out,
-        lse,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q=max_seqlen_q,
-        max_seqlen_k=max_seqlen_k,
-        scale=scale,
-        is_causal=is_causal,
-        needs=(needs[0], needs[1], needs[2]),
-        dropout_p=dropout_p,
-        rng=rng,
-        window=(window_size_left, window_size_right),
-        softcap=softcap,
-        options=options,
+    window = window_size_left, window_size_right
+    params = AttentionParams(scale, is_causal, window, softcap, dropout_p, varlen=True)
+    run = plan.of(query, params, "", backend).backward((needs[0], needs[1], needs[2]))
+    dq, dk, dv = run(
+        grad_out, grad_lse, query, key, value, cu_seqlens_q, cu_seqlens_k, rng, out, lse, max_seqlen_q, max_seqlen_k
     )
+    return dq, dk, dv
 
 
 def _gradients_fake(
@@ -178,26 +154,56 @@ def _differentiate(
     query, key, value, cu_seqlens_q, cu_seqlens_k, rng, out, lse = ctx.saved_tensors
     if grad_out is None:
         grad_out = torch.zeros_like(out)
+    backend = ctx.backward_backend or _chosen(query, key, value, ctx.options)
     arguments = (
-        grad_out, grad_lse, query, key, value, cu_seqlens_q, cu_seqlens_k, rng, out, lse, *ctx.options, needs,
-        ctx.backward_backend,
+        grad_out, grad_lse, query, key, value, cu_seqlens_q, cu_seqlens_k, rng, out, lse, *ctx.options, needs, backend
     )  # fmt: skip
-    if not torch.is_grad_enabled() and unwatched(grad_out, query, key, value):
+    if not torch.is_grad_enabled() and unwatched(*[x for x in arguments[:10] if x is not None]):
         # Without create_graph nothing would see the operator: call what it calls.
         return (*gradients(*arguments), *constants)
     grads = flash_attn_varlen_backward(*arguments)
     return (*[grad if need else None for grad, need in zip(grads, needs, strict=True)], *constants)
 
 
-_Attend = register("flash_attn_varlen", _forward, _forward_fake, gradients, _gradients_fake, _save, _differentiate)
+def _chosen(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: tuple[Any, ...]) -> str:
+    """Who computes gradients that nobody was chosen for when the forward was traced."""
+    _, _, _, is_causal, dropout_p, left, right, softcap = options
+    query, key, value = (x.unsqueeze(0).transpose(1, 2) for x in (query, key, value))
+    problem = Problem.from_tensors(query, key, value)
+    problem = replace(problem, is_causal=is_causal, dropout_p=dropout_p, window=(left, right), softcap=softcap)
+    return dispatch.choose_late_backward(replace(problem, varlen=True, needs_grad=True))
 
-flash_attn_varlen = torch.ops.ffpa_jit.flash_attn_varlen.default
+
+register("flash_attn_varlen", _forward, _forward_fake, gradients, _gradients_fake, _save, _differentiate)
+
 flash_attn_varlen_backward = torch.ops.ffpa_jit.flash_attn_varlen_backward.default
+
+
+def flash_attn_varlen(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """The operator. Inference mode skips its autograd key, and with it the rules."""
+    if not torch.compiler.is_compiling():
+        op_rules.prepare()
+    result: tuple[torch.Tensor, torch.Tensor] = torch.ops.ffpa_jit.flash_attn_varlen.default(*inputs)
+    return result
+
+
+class _Direct(torch.autograd.Function):
+    """The operator's forward and its formula without the dispatcher."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        output = _forward(*inputs)
+        _save(ctx, inputs, output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[torch.Tensor | None, ...]:
+        return _differentiate(ctx, *grads)
 
 
 def attend(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """`flash_attn_varlen`, by position, for `ops.unwatched` tensors, at a fraction of the operator's host time."""
     if not inputs[-1]:  # no backward backend: no gradient is needed
         return _forward(*inputs)
-    result: tuple[torch.Tensor, torch.Tensor] = _Attend.apply(*inputs)
+    result: tuple[torch.Tensor, torch.Tensor] = _Direct.apply(*inputs)
     return result
