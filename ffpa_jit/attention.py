@@ -1,44 +1,29 @@
 """`ffpa_attn_func`, the public function, and `explain`, which tells what it would do.
 
-Here a call is checked, brought to the form the kernels take, and handed to the operator or to SDPA. Order of events:
-named backends are resolved; up to head dim 256 the call goes to SDPA as it was made; inputs are cast under autocast;
-the call is checked and planned; [B, H, N, D] views of the inputs go to the operator.
+A call whose plan is cached is launched at once. Any other becomes a `Request`, is checked and decided, and its plan is
+kept once it has run. Up to head dim 256 a call goes to SDPA as it was made.
 """
 
 from __future__ import annotations
 
-import functools
 from typing import Any, Literal, overload
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ffpa_jit import arguments, dispatch, masks, ops, registry, repeats, sdpa, settings
-from ffpa_jit.backends import NAMES, Backend, resolve
-from ffpa_jit.problem import NO_WINDOW, Call, Mask, Refusal, UnavailableError, batch_shape, device_arch
+from ffpa_jit import arguments, dispatch, masks, ops, plan, plan_table, sdpa, settings
+from ffpa_jit.backends import NAMES, Backend
+from ffpa_jit.problem import NO_WINDOW, Problem, Refusal, UnavailableError, batch_shape
+from ffpa_jit.request import SMALL, Request, is_small, key_layout, mask_layout, prepared
 
-__all__ = ["BackendChoice", "Window", "describe", "explain", "ffpa_attn_func"]
+__all__ = ["BackendChoice", "Window", "explain", "ffpa_attn_func"]
 
 BackendChoice = str | Backend | None
 Window = tuple[int | None, int | None] | None
 
 _NAME = "ffpa_attn_func"
 _OPTIONS = "Its options are attn_mask, dropout_p, is_causal, scale, enable_gqa, return_lse, window_size and softcap."
-
-_SMALL = "head dims up to 256 are left to SDPA's own kernels"
-
-
-@functools.lru_cache(maxsize=4096)
-def _decide_cached(
-    call: Call, forward: Backend | None, backward: Backend | None, installed: bool, workspace: str | None, epoch: int
-) -> dispatch.Decision:
-    """`dispatch.decide`, remembered. `workspace` is part of the key because backends judge a call by it, `epoch`
-    (`registry.epoch`) because they may judge otherwise later."""
-    return dispatch.decide(call, forward, backward, installed)
-
-
-registry.on_change(_decide_cached.cache_clear)
 
 
 @overload
@@ -145,174 +130,154 @@ def ffpa_attn_func(
         While installed as `torch.nn.functional.scaled_dot_product_attention`, a call that SDPA accepts does not raise:
         it goes to SDPA.
     """
-    if unsupported:
-        arguments.reject(_NAME, unsupported, _OPTIONS)
-    window = NO_WINDOW
-    if not (type(window_size) is tuple and window_size == NO_WINDOW):
-        window = arguments.window(window_size)
-    softcap = 0.0 if isinstance(softcap, (int, float)) and softcap == 0 else arguments.softcap(softcap)
-    forward: Backend | None = None
-    backward: Backend | None = None
-    if not (backend is None and forward_backend is None and backward_backend is None):
-        forward, backward = resolve(backend, forward_backend, backward_backend)
-
-    if _is_small(query):
-        if return_lse:
-            raise NotImplementedError(f"return_lse=True: SDPA returns no log-sum-exp, and it runs this call: {_SMALL}")
-        if window != NO_WINDOW or softcap:
-            raise NotImplementedError(_small_error(window, softcap))
-        return sdpa.native(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-
-    if not (
-        type(query) is type(key) is type(value) is Tensor
-        and attn_mask is None
-        and type(is_causal) is type(enable_gqa) is type(return_lse) is bool
-    ):
-        arguments.check_kinds(
-            query, key, value, attn_mask, is_causal=is_causal, enable_gqa=enable_gqa, return_lse=return_lse
-        )
-    dropout_p = arguments.probability(dropout_p)
-    return_lse = bool(return_lse)
-    if is_causal and window != NO_WINDOW:
-        window = (window[0], -1)
+    plan_key: Any = None
+    table: dict[Any, Any] = {}  # under a compiler nothing is looked up, and no guard on the table is wanted
     if (
-        attn_mask is None
-        and dropout_p == 0.0
+        type(query) is type(key) is type(value) is Tensor
+        and (attn_mask is None or type(attn_mask) is Tensor)
         and query.dim() == key.dim() == value.dim() == 4
+        and not query.is_nested
+        and query.shape[3] > 256
+        and not unsupported
         and ops.unwatched(query, key, value)
     ):
-        # The common case, kept short: what was decided for these shapes is remembered.
         if torch._C._is_any_autocast_enabled():
             query, key, value = arguments.autocast(query), arguments.autocast(key), arguments.autocast(value)
-        needs_grad = (query.requires_grad or key.requires_grad or value.requires_grad) and torch.is_grad_enabled()
-        installed, epoch = _installed(), registry.epoch()
-        form = repeats.form_of(
-            query, key, value, is_causal, enable_gqa, needs_grad, return_lse, window, softcap, forward, backward,
-            installed, epoch,
+        plan_key = (
+            query.shape, query.stride(), query.dtype, query.device, *key_layout(query, key, value), key.dtype,
+            value.dtype, key.get_device(), value.get_device(),
+            None if attn_mask is None else mask_layout(query, key, attn_mask), dropout_p, is_causal, scale, enable_gqa,
+            return_lse, window_size, softcap, backend, forward_backend, backward_backend, _installed(),
+            settings.workspace_text(), settings.interpreter_text(), sdpa.flash_enabled(),
+            (query.requires_grad or key.requires_grad or value.requires_grad) and torch.is_grad_enabled(),
+            attn_mask is not None and torch.is_grad_enabled(),
         )  # fmt: skip
-        known = repeats.find(form)
-        if known is None:
-            call = describe(
-                query, key, value, None, None, 0.0, bool(is_causal), bool(enable_gqa), return_lse, window, softcap
-            )
-            plan = _decide_cached(call, forward, backward, installed, settings.workspace_text(), epoch).plan
-            known = repeats.keep(form, plan, needs_grad, window, softcap)
-        elif known.repeat is not None:
-            result = known.repeat(query, key, value, arguments.factor("scale", scale, query.shape[-1]))
-            if result is not None:
-                out, lse = result
-                return out if lse is None or not return_lse else (out, lse)
-        plan = known.plan
-        if plan is not None and plan.small:
-            return sdpa.fallback(query, key, value, None, 0.0, bool(is_causal), scale, bool(enable_gqa))
-        if (
-            plan is not None
-            and plan.forward != "sdpa"
-            and plan.backward != "sdpa"
-            and query.shape[0] == key.shape[0] == value.shape[0]
-        ):
-            factor = arguments.factor("scale", scale, query.shape[-1])
+        table = plan_table.current()
+        try:
+            found = table.get(plan_key)
+        except TypeError:  # an argument that cannot be hashed: nothing is kept under it
+            plan_key = found = None
+        if found is not None:
+            if attn_mask is not None:
+                attn_mask = masks.to_4d(prepared(attn_mask), query.shape[:1], query.shape[0])
             try:
-                out, lse = ops.attend(
-                    query, key, value, None, None, factor, bool(is_causal), 0.0, *window, softcap,
-                    plan.forward_text, plan.backward_text,
-                )  # fmt: skip
+                out, lse = ops.attend(found, query, key, value, attn_mask, _draw(query) if dropout_p else None)
             except UnavailableError as error:
-                dispatch.gave_up(plan.forward, error, named=forward is not None)
+                dispatch.unavailable(found.forward_text, error, named=not (backend is forward_backend is None))
             else:
-                known.has_run(query, key, value, out, is_causal=bool(is_causal), wants_lse=return_lse)
-                return (out, lse) if return_lse else out
-    return _general(
-        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, forward, backward, return_lse,
-        window, softcap,
+                return (out, lse) if return_lse else out  # type: ignore[return-value]
+    if unsupported:
+        arguments.reject(_NAME, unsupported, _OPTIONS)
+    request = Request.make(
+        query, key, value, attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa,
+        return_lse=return_lse, window_size=window_size, softcap=softcap,
+        backends=(backend, forward_backend, backward_backend), any_lengths=_installed(),
     )  # fmt: skip
+    return _run(request, table, plan_key)
 
 
-def _general(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-    forward: Backend | None,
-    backward: Backend | None,
-    return_lse: bool,
-    window: tuple[int, int],
-    softcap: float,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """The whole of `ffpa_attn_func` for every kind of call; plain enough for torch.compile to trace."""
-    foreign = arguments.foreign(query, key, value, attn_mask)
-    if foreign is not None:
-        error = _foreign_error(foreign, forward, backward, return_lse, window, softcap)
-        if error is not None:
-            raise NotImplementedError(error)
-        if forward is None:
-            dispatch.report_fallback("forward", dict.fromkeys(dispatch.PREFERENCE, (foreign,)))
-        run = sdpa.native if query.is_nested else sdpa.fallback
-        return run(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-
+def _run(request: Request, table: dict[Any, Any], plan_key: Any) -> Tensor | tuple[Tensor, Tensor]:
+    """A call that has no cached plan. `plan_key`: what to keep its plan under in `table`; None: nothing."""
+    small = is_small(request.query)
+    foreign = None if small else request.foreign()
+    if small or foreign is not None:
+        return _by_sdpa(request, foreign)
     installed = _installed()
-    is_causal, enable_gqa = bool(is_causal), bool(enable_gqa)
-    query, key, value = arguments.autocast(query), arguments.autocast(key), arguments.autocast(value)
-    mask = None if attn_mask is None else _prepared(attn_mask)
-    call = describe(query, key, value, attn_mask, mask, dropout_p, is_causal, enable_gqa, return_lse, window, softcap)
-    if ops.unwatched(query, key, value):  # sizes are plain ints then
-        decision = _decide_cached(call, forward, backward, installed, settings.workspace_text(), registry.epoch())
-    else:
-        decision = dispatch.decide(call, forward, backward, installed)
-    rejection, problem, plan = decision
+    if sdpa.math_only() and not request.named() and sdpa.runs(request.call()):
+        return _fallback(request)  # the caller asked for its math path, which has second derivatives
+    call = request.call()
+    rejection, problem, choice = dispatch.decide(call, request.forward, request.backward, installed)
     if rejection is not None:
-        if installed and not (return_lse or softcap or window != NO_WINDOW) and forward is None and backward is None:
+        if installed and not request.named() and request.forward is None and request.backward is None:
             refused = Refusal("call", rejection.message)
             dispatch.report_fallback("forward", dict.fromkeys(dispatch.PREFERENCE, (refused,)))
-            return sdpa.fallback(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+            return _fallback(request)
         raise rejection.kind(rejection.message)
-    assert problem is not None  # for the type checker: a decision is a rejection or a plan
-    assert plan is not None
-
-    if plan.forward == "sdpa" and return_lse:
+    assert problem is not None  # for the type checker: a decision is a rejection or a choice
+    assert choice is not None
+    if choice.forward == "sdpa" and request.return_lse:
         raise NotImplementedError(
             "return_lse=True: SDPA returns no log-sum-exp, and it runs this call"
-            + (": it was named" if forward is not None else dispatch.listed(plan.refusals))
+            + (": it was named" if request.forward is not None else dispatch.listed(choice.rejected))
         )
-    falls_back = dispatch.fallback_of(plan, forward, backward)
+    falls_back = dispatch.fallback_of(choice, request.forward, request.backward)
     if falls_back is not None:
-        dispatch.report_fallback(falls_back, plan.refusals)
-    if plan.forward == "sdpa":
-        return sdpa.fallback(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, window)
+        dispatch.report_fallback(falls_back, choice.rejected)
+    if choice.forward == "sdpa":
+        return _fallback(request)
+    try:
+        # What falls back is reported, or refused, at every call.
+        return _launch(request, problem, choice, table, plan_key if falls_back is None else None)
+    except UnavailableError as error:
+        dispatch.unavailable(choice.forward, error, named=request.forward is not None)
+    return _run(request, table if plan_key is None else plan_table.current(), plan_key)
 
-    factor = arguments.factor("scale", scale, query.shape[-1])
+
+def _launch(
+    request: Request, problem: Problem, choice: dispatch.Choice, table: dict[Any, Any], plan_key: Any
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Run a call on the backends that were chosen, as [B, H, N, D] tensors."""
+    query, key, value, mask = request.query, request.key, request.value, request.mask
     lead = batch_shape(query.shape, key.shape, value.shape)
     q, k, v = (_to_4d(tensor, lead, problem.batch) for tensor in (query, key, value))
     if mask is not None:
         mask = masks.to_4d(mask, lead, problem.batch)
-    rng = None
-    if dropout_p > 0:
-        # Drawn out here, so that checkpointing, compilers and graph capture repeat the draw as they do any other. (The
-        # bounds are those of a range that is an int64 itself: compilers compute with it.)
-        rng = torch.randint(0, 2**63 - 1, (2,), dtype=torch.int64, device=query.device)
-    operator = ops.attend if ops.unwatched(*((q, k, v) if mask is None else (q, k, v, mask))) else ops.flash_attn
-    try:
-        out, lse = operator(
-            q, k, v, mask, rng, factor, is_causal, float(dropout_p), *window, softcap,
-            plan.forward_text, plan.backward_text,
-        )  # fmt: skip
-    except UnavailableError as error:
-        dispatch.gave_up(plan.forward, error, named=forward is not None)
-        return _general(
-            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, forward, backward, return_lse,
-            window, softcap,
+    rng = _draw(query) if request.dropout_p > 0 else None
+    params = request.params()
+    empty = 0 in q.shape or k.shape[2] == 0  # no backend is asked: the operator answers
+    if ops.unwatched(*((q, k, v) if mask is None else (q, k, v, mask))) and not empty:
+        # The plan of a call that asks for the LSE, or needs it for gradients, makes one.
+        wants_lse = request.return_lse or bool(choice.backward_text)
+        planned = plan.of(q, params, choice.forward_text, choice.backward_text, wants_lse)
+        out, lse = ops.attend(planned, q, k, v, mask, rng)
+        # Of broadcast batches the launches have other shapes than the call.
+        if plan_key is not None and q is query and k is key and v is value:
+            plan_table.store(table, plan_key, planned)
+    else:
+        out, lse = ops.flash_attn(
+            q, k, v, mask, rng, params.scale, params.is_causal, params.dropout_p, *params.window, params.softcap,
+            choice.forward_text, choice.backward_text,
         )  # fmt: skip
     rank = max(query.dim(), key.dim(), value.dim())
     if rank != 4:
         # Two dims have no heads either; more than four have several batch dims.
         shape = (problem.heads_q, problem.len_q) if rank > 2 else (problem.len_q,)
         out = out.reshape(*lead, *shape, problem.head_dim_v)
-        lse = lse.reshape(*lead, *shape)
-    return (out, lse) if return_lse else out
+        lse = lse if lse is None else lse.reshape(*lead, *shape)
+    return (out, lse) if request.return_lse else out  # type: ignore[return-value]
+
+
+def _draw(query: Tensor) -> Tensor:
+    """The two words that determine what dropout drops. Drawn out here, so that checkpointing, compilers and graph
+    capture repeat the draw as they do any other. (The bounds are those of a range that is an int64 itself: compilers
+    compute with it.)"""
+    return torch.randint(0, 2**63 - 1, (2,), dtype=torch.int64, device=query.device)
+
+
+def _by_sdpa(request: Request, foreign: Refusal | None) -> Tensor:
+    """A call that no kernel is asked for: a small head dim, or tensors of a kind that is SDPA's (`foreign`)."""
+    r = request
+    error = r.beyond_sdpa(SMALL) if foreign is None else r.beyond_sdpa(foreign.reason, foreign.code)
+    if error is not None:
+        raise NotImplementedError(error)
+    if r.attn_mask is not None and masks.is_causal_bias(r.attn_mask):
+        return masks.sdpa_with_bias(
+            r.query, r.key, r.value, r.attn_mask, r.dropout_p, r.is_causal, r.scale, r.enable_gqa
+        )
+    if foreign is None or r.query.is_nested:
+        return sdpa.native(
+            r.query, r.key, r.value, r.attn_mask, r.dropout_p, r.is_causal, scale=r.scale, enable_gqa=r.enable_gqa
+        )
+    if r.forward is None:
+        dispatch.report_fallback("forward", dict.fromkeys(dispatch.PREFERENCE, (foreign,)))
+    return _fallback(r)
+
+
+def _fallback(request: Request) -> Tensor:
+    r = request
+    return sdpa.fallback(
+        r.query, r.key, r.value, r.attn_mask, r.dropout_p, r.is_causal, r.scale, r.enable_gqa, r.window
+    )
 
 
 def explain(
@@ -343,150 +308,37 @@ def explain(
         arguments.check_kinds(
             query, key, value, attn_mask, is_causal=is_causal, enable_gqa=enable_gqa, return_lse=return_lse
         )
-        dropout_p, softcap = arguments.probability(dropout_p), arguments.softcap(softcap)
-        window = arguments.window(window_size)
+        request = Request.make(
+            query, key, value, attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa,
+            return_lse=return_lse, window_size=window_size, softcap=softcap,
+            backends=(backend, forward_backend, backward_backend), any_lengths=_installed(),
+        )  # fmt: skip
     except (TypeError, ValueError, NotImplementedError) as wrong:
         kind = type(wrong).__name__
         return dispatch.Explanation("arguments of the wrong kind", None, None, {}, f"{kind}: {wrong}")
-    summary = (
-        f"query {_shown(query)}, key {_shown(key)}, value {_shown(value)}, {arguments.autocast(query).dtype} on "
-        f"{query.device}"
-        f"{', causal' if is_causal else ''}"
-        f"{f', attn_mask {_shown(attn_mask)} {attn_mask.dtype}' if attn_mask is not None else ''}"
-        f"{f', dropout {dropout_p}' if dropout_p else ''}"
-        f"{f', window {window}' if window != NO_WINDOW else ''}"
-        f"{f', softcap {softcap}' if softcap else ''}"
-    )
-    try:
-        forward, backward = resolve(backend, forward_backend, backward_backend)
-    except (TypeError, ValueError) as wrong:
-        return dispatch.Explanation(summary, None, None, {}, f"{type(wrong).__name__}: {wrong}")
-    needs_grad = torch.is_grad_enabled() and any(
-        tensor is not None and tensor.requires_grad for tensor in (query, key, value, attn_mask)
-    )
-    error: str | None = None
-    reason: str | None = None
-    if _is_small(query):
-        reason = _SMALL
-        if return_lse:
-            error = f"return_lse=True: SDPA returns no log-sum-exp, and it runs this call: {_SMALL}"
-        elif window != NO_WINDOW or softcap:
-            error = _small_error(window, softcap)
-    else:
-        foreign = arguments.foreign(query, key, value, attn_mask)
-        if foreign is not None:
-            reason = foreign.reason
-            error = _foreign_error(foreign, forward, backward, return_lse, window, softcap)
-            if error is None and forward is None and settings.strict():
-                error = f"{reason}; the call falls back to SDPA, and FFPA_JIT_STRICT=1 forbids that"
-    if reason is not None:
+    small = is_small(query)
+    foreign = None if small else request.foreign()
+    summary = request.summary()
+    if small or foreign is not None:
+        reason = SMALL if foreign is None else foreign.reason
+        error = request.beyond_sdpa(reason, "" if foreign is None else foreign.code)
+        if error is None and foreign is not None and request.forward is None and settings.strict():
+            error = f"{reason}; the call falls back to SDPA, and FFPA_JIT_STRICT=1 forbids that"
         others = {name: [reason] for name in NAMES if name != "sdpa"}
         if error is not None:
             return dispatch.Explanation(summary, None, None, others, f"NotImplementedError: {error}")
-        return dispatch.Explanation(summary, "sdpa", "sdpa" if needs_grad else None, others)
-    query, key, value = arguments.autocast(query), arguments.autocast(key), arguments.autocast(value)
-    mask = None if attn_mask is None else _prepared(attn_mask)
-    if is_causal:
-        window = (window[0], -1)
-    call = describe(
-        query, key, value, attn_mask, mask, dropout_p, bool(is_causal), bool(enable_gqa), return_lse, window, softcap
+        return dispatch.Explanation(summary, "sdpa", "sdpa" if request.needs_grad() else None, others)
+    if sdpa.math_only() and not request.named() and sdpa.runs(request.call()):
+        others = {name: ["sdpa_kernel allows SDPA's math path only"] for name in NAMES if name != "sdpa"}
+        return dispatch.Explanation(summary, "sdpa", "sdpa" if request.needs_grad() else None, others)
+    return dispatch.explain_call(
+        summary, request.call(), request.forward, request.backward, _installed(), request.return_lse
     )
-    return dispatch.explain_call(summary, call, forward, backward, _installed(), return_lse)
-
-
-def _is_small(query: Tensor) -> bool:
-    """Whether a call is SDPA's from the start: a head dim that its own kernels serve, or no attention shape at all."""
-    if not isinstance(query, Tensor):
-        return True  # SDPA has the right TypeError
-    return not query.is_nested and (query.dim() < 2 or query.shape[-1] <= 256)
-
-
-def _small_error(window: tuple[int, int], softcap: float) -> str:
-    """What a window or a softcap raises on a call that `_is_small`."""
-    return f"{_extras(window, softcap)}: SDPA has none, and it runs this call: {_SMALL}; flash_attn has both options"
-
-
-def _extras(window: tuple[int, int], softcap: float) -> str:
-    """The options that are on and that SDPA does not have, for a message; "" if none is."""
-    return " and ".join(["window_size"] * (window != NO_WINDOW) + ["softcap"] * (softcap > 0))
-
-
-def _foreign_error(
-    foreign: Refusal,
-    forward: Backend | None,
-    backward: Backend | None,
-    return_lse: bool,
-    window: tuple[int, int],
-    softcap: float,
-) -> str | None:
-    """What a call with `foreign` tensors raises, if it asks for more than SDPA."""
-    for named in (forward, backward):
-        if named is not None and named.name != "sdpa":
-            return f"backend {named.name!r} does not run this call: [{foreign.code}] {foreign.reason}"
-    if return_lse:
-        return f"return_lse=True: SDPA returns no log-sum-exp, and it runs this call: {foreign.reason}"
-    if window != NO_WINDOW or softcap > 0:
-        return f"{_extras(window, softcap)}: SDPA has none, and it runs this call: {foreign.reason}"
-    return None
-
-
-def _shown(tensor: Tensor) -> str:
-    return "nested" if tensor.is_nested else str(list(tensor.shape))
 
 
 def _installed() -> bool:
     """Whether this function stands in for `torch.nn.functional.scaled_dot_product_attention` right now."""
     return F.scaled_dot_product_attention is ffpa_attn_func
-
-
-def _prepared(attn_mask: Tensor) -> Tensor:
-    """The mask as `masks.compact` and autocast leave it."""
-    mask = masks.compact(attn_mask)
-    if mask.dtype == torch.float32 and mask.requires_grad and torch.is_grad_enabled():
-        return mask  # a cast would write out what is only a view; the kernels take fp32 as well
-    return arguments.autocast(mask)
-
-
-def describe(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    mask: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    enable_gqa: bool,
-    return_lse: bool,
-    window: tuple[int, int],
-    softcap: float,
-) -> Call:
-    """The call with `attn_mask` as the caller gave it, and `mask` as `_prepared` leaves it."""
-    grad = torch.is_grad_enabled()
-    described = None
-    if attn_mask is not None and mask is not None:
-        copies = masks.joining_copies(mask, batch_shape(query.shape, key.shape, value.shape))
-        needs_grad = grad and attn_mask.requires_grad
-        described = Mask(attn_mask.shape, mask.dtype, mask.device, needs_grad, copies, masks.planes(mask))
-    return Call(
-        query.shape,
-        key.shape,
-        value.shape,
-        query.dtype,
-        key.dtype,
-        value.dtype,
-        query.device,
-        key.device,
-        value.device,
-        device_arch(query.device.type, query.device.index),
-        described,
-        dropout_p,
-        is_causal,
-        enable_gqa,
-        grad and (query.requires_grad or key.requires_grad or value.requires_grad),
-        return_lse,
-        window,
-        softcap,
-    )
 
 
 def _to_4d(tensor: Tensor, lead: tuple[int, ...], batch: int) -> Tensor:

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ffpa_jit import arguments, attention, dispatch, masks, ops, ops_varlen, varlen
+from ffpa_jit import arguments, dispatch, masks, ops, ops_varlen, varlen
 from ffpa_jit.attention import BackendChoice, Window
 from ffpa_jit.backends import side
 from ffpa_jit.problem import NO_WINDOW, Rejection, describe, dtype_rejection
+from ffpa_jit.request import Request
 
 __all__ = ["ffpa_attn_backward", "ffpa_attn_varlen_backward"]
 
@@ -75,17 +76,19 @@ def ffpa_attn_backward(
         raise ValueError(f"query, key and value have the batch sizes {sizes}; they must be equal")
     window, cap = arguments.window(window_size), arguments.softcap(softcap)
     mask = None if attn_mask is None else masks.compact(attn_mask.detach())
-    call = attention.describe(
-        query, key, value, mask, mask, 0.0, bool(is_causal), bool(enable_gqa), True,
-        (window[0], -1) if is_causal else window, cap,
-    )._replace(needs_grad=True)  # fmt: skip
+    is_causal = bool(is_causal)
+    window = (window[0], -1) if is_causal else window
+    request = Request(
+        query, key, value, mask, mask, 0.0, is_causal, scale, bool(enable_gqa), True, window, cap, None, None
+    )
+    call = request.call()._replace(needs_grad=True)
     described = describe(call)
     if not isinstance(described, Rejection):
         described = dtype_rejection(described.dtype, described.head_dim) or described
     if isinstance(described, Rejection):
         raise described.kind(described.message)
     _check_results(query, query.shape[:3], grad_out=grad_out, out=out, lse=lse, grad_lse=grad_lse)
-    chosen = _of_more_keys(dispatch.plan_backward(described, side("backend", "backward", backend)))
+    chosen = _of_more_keys(dispatch.choose_backward(described, side("backend", "backward", backend)))
     factor = arguments.factor("scale", scale, described.head_dim)
     if mask is not None:
         mask = masks.to_4d(mask, query.shape[:1], query.shape[0])
@@ -137,7 +140,7 @@ def ffpa_attn_varlen_backward(
     cu_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
     problem = varlen.check((q, k, v), cu_seqlens_q, cu_k, causal, enable_gqa, window_size, softcap, needs_grad=True)
     _check_results(q, (q.shape[1], q.shape[0]), grad_out=grad_out, out=out, lse=lse, grad_lse=grad_lse)
-    chosen = _of_more_keys(dispatch.plan_backward(problem, side("backend", "backward", backend)))
+    chosen = _of_more_keys(dispatch.choose_backward(problem, side("backend", "backward", backend)))
     max_q, max_k = varlen.bounds(q, k, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     factor = arguments.factor("softmax_scale", softmax_scale, problem.head_dim)
     inputs = (

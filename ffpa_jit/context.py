@@ -8,12 +8,26 @@ from collections.abc import Callable
 
 import torch
 
-__all__ = ["current_device", "ensure", "processors", "refuse_capture"]
+__all__ = ["current_device", "ensure", "processors", "refuse_capture", "stream"]
 
-_made = threading.local()
+
+class _Made(threading.local):
+    """The devices whose context a thread has."""
+
+    def __init__(self) -> None:
+        self.devices: set[torch.device] = set()
+
+
+_made = _Made()
 
 # Without Python's wrapper, where torch is built with CUDA: callers hold a CUDA tensor, so that all is initialised.
 current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", None) or torch.cuda.current_device
+
+
+stream: Callable[[int | None], int] = getattr(torch._C, "_cuda_getCurrentRawStream", None) or (
+    lambda index: torch.cuda.current_stream(index).cuda_stream
+)
+"""The current stream of a device, by its index, as the raw handle."""
 
 
 def ensure(device: torch.device) -> None:
@@ -23,9 +37,11 @@ def ensure(device: torch.device) -> None:
     first call of the CUDA runtime, and what we call first is the driver: tensor maps are encoded, kernels launched. An
     allocation that the cache serves is no such call, nor is a stream that is looked up.
     """
-    if device.type == "cuda" and torch.version.hip is None and not hasattr(_made, f"device_{device.index}"):
-        torch.cuda.is_current_stream_capturing()  # the cheapest call of the runtime, and allowed in a capture
-        setattr(_made, f"device_{device.index}", True)
+    made = _made.devices
+    if device not in made:
+        if device.type == "cuda" and torch.version.hip is None:
+            torch.cuda.is_current_stream_capturing()  # the cheapest call of the runtime, and allowed in a capture
+        made.add(device)
 
 
 @functools.cache

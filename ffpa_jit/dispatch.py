@@ -1,10 +1,9 @@
-"""Who runs a call: `plan` chooses a backend for each direction, and `explain_call` tells the choice with its reasons.
+"""Who runs a call: `choose` takes a backend for each direction, and `explain_call` tells the choice with its reasons.
 
-Preference: of the backends that run the call on its device, the one that says it takes the least time (with gradients,
-the first of `PREFERENCE`), else PyTorch's SDPA. A backend that the caller names runs or raises NotImplementedError with
-every reason. A fallback that nobody asked for is logged once per reason code on the logger `ffpa_jit`, or raises under
-`FFPA_JIT_STRICT=1`. What SDPA has no words for (softcap, packed sequences) raises NotImplementedError, with every
-reason, if no backend runs it.
+Of the backends that run the call on its device, the one that predicts the least time; PyTorch's SDPA runs what none
+does. A backend that the caller names runs or raises NotImplementedError with every reason. A fallback that nobody asked
+for is logged once per reason code on the logger `ffpa_jit`, or raises under `FFPA_JIT_STRICT=1`. What SDPA has no words
+for (softcap, packed sequences) raises NotImplementedError, with every reason, if no backend runs it.
 
 A backward that no backend runs is SDPA's, run again on the saved inputs. That cannot repeat another forward's dropout,
 so a call with dropout and gradients needs a backend for both.
@@ -29,25 +28,28 @@ from ffpa_jit.problem import (
     describe,
     dtype_rejection,
     shown,
+    with_nominal_sizes,
 )
 
 __all__ = [
+    "Choice",
     "Decision",
     "Explanation",
-    "Plan",
+    "choose",
+    "choose_backward",
+    "choose_late_backward",
     "decide",
     "explain_call",
     "fallback_of",
     "listed",
-    "plan",
-    "plan_backward",
     "refusals",
     "report_fallback",
+    "unavailable",
 ]
 
 _logger = logging.getLogger("ffpa_jit")
 
-# The backends that are tried when the caller names none; the fastest first, for calls of some size.
+# The backends that are tried when the caller names none; of equals, the first runs the call.
 PREFERENCE = ("cutedsl", "triton", "cuda")
 
 # What an extra brings. Not to have it is how most machines are, and no reason for a call to fall back.
@@ -58,30 +60,28 @@ _HALF_NAMES = ("torch.float16", "torch.bfloat16")
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Choice:
     """Who runs a problem.
 
     `forward`: name of the backend that computes the output. `backward`: of the one that computes the gradients, None if
     nothing requires them. "sdpa" as `forward` means the whole call; as `backward` alone, that SDPA is run again.
     `forward_text`, `backward_text`: the same with their options, as the operators carry them; "" for None.
-    `refusals`: what the backends that were tried and passed over had to say, by name. `small`: SDPA was chosen
-    although another backend could run the problem, because it is faster; that is no reason to warn.
+    `rejected`: the refusals of the backends that were tried, by name.
     """
 
     forward: str
     backward: str | None
     forward_text: str
     backward_text: str
-    refusals: dict[str, tuple[Refusal, ...]] = field(default_factory=dict)
-    small: bool = False
+    rejected: dict[str, tuple[Refusal, ...]] = field(default_factory=dict)
 
 
 class Decision(NamedTuple):
-    """The outcome for one call: either it breaks the contract (`rejection`), or `problem` runs as `plan` says."""
+    """The outcome for one call: either it breaks the contract (`rejection`), or `problem` runs as `choice` says."""
 
     rejection: Rejection | None
     problem: Problem | None
-    plan: Plan | None
+    choice: Choice | None
 
 
 def refusals(problem: Problem, options: Backend, direction: str) -> tuple[Refusal, ...]:
@@ -168,44 +168,37 @@ def _common_refusals(problem: Problem) -> list[Refusal]:
     return found
 
 
-def plan(problem: Problem, forward: Backend | None, backward: Backend | None, capped: bool = True) -> Plan:
+def choose(problem: Problem, forward: Backend | None, backward: Backend | None, capped: bool = True) -> Choice:
     """Choose who runs `problem`; `forward` and `backward` are what the caller named, None where anything will do.
 
     NotImplementedError, with every reason, if a named backend does not run its direction, or if nobody does.
     `backward` matters only when the problem needs gradients. `capped`: SDPA, too, keeps to the cap on memory.
     """
-    passed_over: dict[str, tuple[Refusal, ...]] = {}
+    problem = with_nominal_sizes(problem)
+    rejected: dict[str, tuple[Refusal, ...]] = {}
     if forward is not None:
         _require(forward, "forward", _forward_refusals(problem, forward, backward))
         chosen = forward
     else:
-        chosen = _choose_forward(problem, backward, passed_over)
-        if chosen.name != "sdpa" and backward is None and not problem.wants_lse:
-            slower = _slower_than_sdpa(chosen.name, problem)
-            if slower is not None:
-                passed_over[chosen.name] = (slower,)
-                sdpa_too = DEFAULTS["sdpa"] if _needs_grad(problem) else None
-                return _plan(DEFAULTS["sdpa"], sdpa_too, passed_over, small=True)
+        chosen = _choose_forward(problem, backward, rejected)
         if chosen.name == "sdpa":
-            _require_fallback("runs this call", problem, passed_over, capped)
+            _require_fallback("runs this call", problem, rejected, capped)
     if not _needs_grad(problem):
-        return _plan(chosen, None, passed_over)
-    return _with_backward(problem, chosen, forward, backward, passed_over, capped)
+        return _choice(chosen, None, rejected)
+    return _with_backward(problem, chosen, forward, backward, rejected, capped)
 
 
-def _choose_forward(problem: Problem, backward: Backend | None, passed_over: dict[str, tuple[Refusal, ...]]) -> Backend:
-    """Who runs the forward that nobody named; what the others had to say goes to `passed_over`."""
-    willing: list[Backend] = []
+def _choose_forward(problem: Problem, backward: Backend | None, rejected: dict[str, tuple[Refusal, ...]]) -> Backend:
+    """Who runs the forward that nobody named; what the others had to say goes to `rejected`."""
+    candidates: list[Backend] = []
     for name in PREFERENCE:
         options = backward if backward is not None and backward.name == name else DEFAULTS[name]
         reasons = _forward_refusals(problem, options, backward)
         if reasons:
-            passed_over[name] = reasons
-            continue
-        willing.append(options)
-        if _needs_grad(problem) or problem.arch == "interpreter":
-            break  # what a backend needs for its gradients is not in the other's estimate
-    return _fastest(willing, problem) or DEFAULTS["sdpa"]
+            rejected[name] = reasons
+        else:
+            candidates.append(options)
+    return _fastest(candidates, problem) or DEFAULTS["sdpa"]
 
 
 def _backward_candidates(forward: Backend | None) -> list[Backend]:
@@ -218,9 +211,9 @@ def _with_backward(
     chosen: Backend,
     forward: Backend | None,
     backward: Backend | None,
-    passed_over: dict[str, tuple[Refusal, ...]],
+    rejected: dict[str, tuple[Refusal, ...]],
     capped: bool,
-) -> Plan:
+) -> Choice:
     """The plan of a problem with gradients, whose forward `chosen` runs (`forward` if it was named)."""
     if backward is not None:
         _require(backward, "backward", refusals(problem, backward, "backward"))
@@ -228,38 +221,39 @@ def _with_backward(
         if backward is not None and backward.name != "sdpa":
             raise NotImplementedError(
                 f"backward_backend={backward.name!r} needs the log-sum-exp of a forward that is not SDPA, and this "
-                "forward goes to SDPA" + (" because it was named" if forward is not None else listed(passed_over))
+                "forward goes to SDPA" + (" because it was named" if forward is not None else listed(rejected))
             )
-        return _plan(chosen, DEFAULTS["sdpa"], passed_over)
+        return _choice(chosen, DEFAULTS["sdpa"], rejected)
     if backward is not None:
-        return _plan(chosen, backward, passed_over)
-    unwilling: dict[str, tuple[Refusal, ...]] = {}
+        return _choice(chosen, backward, rejected)
+    refused: dict[str, tuple[Refusal, ...]] = {}
     for options in _backward_candidates(forward):
         reasons = refusals(problem, options, "backward")
         if not reasons:
-            return _plan(chosen, options, passed_over)
-        unwilling[options.name] = reasons
+            return _choice(chosen, options, rejected)
+        refused[options.name] = reasons
         if all(refusal.code != "no-backward" for refusal in reasons):  # to have none says nothing about the call
-            passed_over[options.name] = reasons
-    _require_fallback("computes the gradients of this call", problem, unwilling, capped)
+            rejected[options.name] = reasons
+    _require_fallback("computes the gradients of this call", problem, refused, capped)
     if forward is None and not problem.wants_lse and _recompute_is_slower(problem):
-        passed_over[chosen.name] = (
-            *passed_over.get(chosen.name, ()),
+        rejected[chosen.name] = (
+            *rejected.get(chosen.name, ()),
             Refusal(
                 "recompute",
                 "no backend computes the gradients of this call, and SDPA's backward needs SDPA's own forward, so that "
                 f"running another one before it would be wasted; forward_backend={chosen.name!r} forces it",
             ),
         )
-        return _plan(DEFAULTS["sdpa"], DEFAULTS["sdpa"], passed_over)
-    return _plan(chosen, DEFAULTS["sdpa"], passed_over)
+        return _choice(DEFAULTS["sdpa"], DEFAULTS["sdpa"], rejected)
+    return _choice(chosen, DEFAULTS["sdpa"], rejected)
 
 
-def plan_backward(problem: Problem, backward: Backend | None) -> str:
+def choose_backward(problem: Problem, backward: Backend | None) -> str:
     """The backend, as text, that computes the gradients of `problem` from an output and a log-sum-exp of any origin.
 
     `backward`: who was named, or None. NotImplementedError, with every reason, if it or everybody refuses.
     """
+    problem = with_nominal_sizes(problem)
     if backward is not None:
         if backward.name == "sdpa":
             raise NotImplementedError(
@@ -267,32 +261,40 @@ def plan_backward(problem: Problem, backward: Backend | None) -> str:
             )
         _require(backward, "backward", refusals(problem, backward, "backward"))
         return encode(backward)
-    unwilling = {}
+    refused = {}
     for options in _backward_candidates(None):
         reasons = refusals(problem, options, "backward")
         if not reasons:
             return encode(options)
-        unwilling[options.name] = reasons
-    raise NotImplementedError("no backend computes these gradients" + listed(unwilling))
+        refused[options.name] = reasons
+    raise NotImplementedError("no backend computes these gradients" + listed(refused))
 
 
-def _plan(
-    forward: Backend, backward: Backend | None, passed_over: dict[str, tuple[Refusal, ...]], small: bool = False
-) -> Plan:
-    return Plan(
+def choose_late_backward(problem: Problem) -> str:
+    """The backend, as text, of gradients that were not expected when the forward was planned; SDPA, run again, if no
+    other computes them. NotImplementedError, with every reason, if it does not either."""
+    try:
+        return choose_backward(problem, None)
+    except NotImplementedError:
+        if problem.dropout_p > 0 or sdpa.refusals(with_nominal_sizes(problem)):
+            raise
+        return encode(DEFAULTS["sdpa"])
+
+
+def _choice(forward: Backend, backward: Backend | None, rejected: dict[str, tuple[Refusal, ...]]) -> Choice:
+    return Choice(
         forward.name,
         None if backward is None else backward.name,
         encode(forward),
         "" if backward is None else encode(backward),
-        passed_over,
-        small,
+        rejected,
     )
 
 
-def fallback_of(decided: Plan, forward: Backend | None, backward: Backend | None) -> str | None:
-    """The direction, if any, that goes to SDPA although nobody asked for that, and for lack of a backend."""
+def fallback_of(decided: Choice, forward: Backend | None, backward: Backend | None) -> str | None:
+    """The direction, if any, that goes to SDPA although nobody asked for that."""
     if decided.forward == "sdpa":
-        return "forward" if forward is None and not decided.small else None
+        return "forward" if forward is None else None
     return "backward" if decided.backward == "sdpa" and backward is None else None
 
 
@@ -305,40 +307,17 @@ def _recompute_is_slower(problem: Problem) -> bool:
     return problem.arch != "interpreter" and problem.heads_q == problem.heads_kv
 
 
-def _fastest(willing: list[Backend], problem: Problem) -> Backend | None:
-    """That with the least estimated time, the first of equals; None of none."""
-    best = None
-    for options in willing:
-        if best is None or (registry.get(options.name).estimate(problem) < registry.get(best.name).estimate(problem)):
-            best = options
+def _fastest(candidates: list[Backend], problem: Problem) -> Backend | None:
+    """That with the least predicted time for the forward, the first of equals; None of none."""
+    if len(candidates) < 2 or problem.arch == "interpreter":
+        return candidates[0] if candidates else None
+    alone = replace(problem, needs_grad=False, mask_needs_grad=False)  # whoever runs it, the gradients are the same
+    best, least = candidates[0], float("inf")
+    for options in candidates:  # plain enough for torch.compile, as all of this
+        predicted = registry.get(options.name).predict_us(alone)
+        if predicted < least:
+            best, least = options, predicted
     return best
-
-
-def _estimate(name: str, problem: Problem) -> float:
-    """About how many microseconds a call takes whose forward `name` runs, gradients included, whoever computes them."""
-    own = registry.get(name).estimate(problem)
-    if not _needs_grad(problem) or not refusals(problem, DEFAULTS[name], "backward"):
-        return own
-    for other in _backward_candidates(None):  # its share: what it takes more with gradients than without
-        if not refusals(problem, other, "backward"):
-            estimate = registry.get(other.name).estimate
-            return own + estimate(problem) - estimate(replace(problem, needs_grad=False, mask_needs_grad=False))
-    return own
-
-
-def _slower_than_sdpa(name: str, problem: Problem) -> Refusal | None:
-    """Why a backend that could run `problem` is not worth it: its launches alone take longer than all of SDPA."""
-    if problem.arch == "interpreter":
-        return None
-    ours, theirs = _estimate(name, problem), sdpa.estimate(problem)
-    if ours <= theirs:
-        return None
-    about = f" (about {shown(theirs, '.0f')} us against {shown(ours, '.0f')} us)"
-    return Refusal(
-        "small",
-        f"the call is so small that SDPA is faster, launches included{about}; name the backend ({name!r}) to run it "
-        "all the same",
-    )
 
 
 def _require_fallback(does: str, problem: Problem, reasons: dict[str, tuple[Refusal, ...]], capped: bool) -> None:
@@ -382,7 +361,7 @@ def decide(call: Call, forward: Backend | None, backward: Backend | None, instal
         if wrong is not None:
             return Decision(Rejection(ValueError, wrong), None, None)
     capped = not (installed and forward is None and backward is None)
-    return Decision(None, described, plan(described, forward, backward, capped))
+    return Decision(None, described, choose(described, forward, backward, capped))
 
 
 _warned: set[tuple[str, str]] = set()
@@ -397,11 +376,10 @@ def report_fallback(direction: str, reasons: dict[str, tuple[Refusal, ...]]) -> 
     _report(direction, tuple(told))
 
 
-def gave_up(name: str, error: UnavailableError, named: bool) -> None:
-    """To be told that a backend could not run a call that it had taken. What was decided without knowing that is
-    forgotten, since the backend now refuses such calls; if the call named it, `error` is raised, else the log says that
-    from now on others run them."""
-    registry.changed()
+def unavailable(name: str, error: UnavailableError, named: bool) -> None:
+    """A backend could not run a call that it had taken. Every plan is forgotten, since the backend now refuses such
+    calls; if the call named it, `error` is raised, else the log says that from now on others run them."""
+    registry.invalidate()
     if named:
         raise error
     _logger.warning("the %s backend could not run a call that it had taken; others will: %s", name, error)
@@ -469,7 +447,7 @@ class Explanation:
         return "\n".join(lines)
 
 
-def reasons_against(problem: Problem, decided: Plan | None) -> dict[str, list[str]]:
+def reasons_against(problem: Problem, decided: Choice | None) -> dict[str, list[str]]:
     """For every backend that `decided` does not use, why not; both directions if the problem needs gradients."""
     used = () if decided is None else (decided.forward, decided.backward)
     result = {}
@@ -486,7 +464,7 @@ def reasons_against(problem: Problem, decided: Plan | None) -> dict[str, list[st
                 if refusal.code != "no-backward":  # to have none is not why it does not run the forward
                     found.setdefault(refusal.code, refusal.reason)
         if not found and decided is not None:
-            for refusal in decided.refusals.get(name, ()):
+            for refusal in decided.rejected.get(name, ()):
                 found[refusal.code] = refusal.reason
         if not found and decided is not None:
             found["preference"] = f"it could run this call; {decided.forward} was chosen"

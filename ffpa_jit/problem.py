@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -20,6 +20,7 @@ __all__ = [
     "MAX_HEAD_DIM",
     "MIN_HEAD_DIM",
     "NO_WINDOW",
+    "AttentionParams",
     "Call",
     "Mask",
     "Problem",
@@ -27,7 +28,9 @@ __all__ = [
     "Rejection",
     "UnavailableError",
     "device_arch",
+    "known",
     "shown",
+    "with_nominal_sizes",
 ]
 
 # SDPA's own kernels serve head dims up to 256; above 1024 nothing here does.
@@ -38,6 +41,21 @@ NO_WINDOW = (-1, -1)
 """`window_size` that hides nothing."""
 
 _HALF = (torch.float16, torch.bfloat16)
+
+
+class AttentionParams(NamedTuple):
+    """The options of a call that stand between a product of query and key and a probability, as plain numbers.
+
+    `window`: how many keys before and after its own position a query sees, -1 for all. `varlen`: sequences packed into
+    [T, H, D].
+    """
+
+    scale: float
+    is_causal: bool = False
+    window: tuple[int, int] = NO_WINDOW
+    softcap: float = 0.0
+    dropout_p: float = 0.0
+    varlen: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +77,18 @@ class UnavailableError(RuntimeError):
 def shown(number: float, form: str = "") -> str:
     """A number for a message, as `format` writes it; "a number" under a compiler, whose symbols have no format."""
     return "a number" if torch.compiler.is_compiling() else format(number, form)
+
+
+def known(*sizes: int) -> bool:
+    """Whether these are plain numbers: False if a compiler leaves one open. Adds no guard."""
+    if not (torch.compiler.is_compiling() or any(isinstance(size, torch.SymInt) for size in sizes)):
+        return True
+    # Imports sympy, which a compiler has imported before. TorchDynamo shows symbolic sizes as ints.
+    from torch.fx.experimental import symbolic_shapes
+
+    if not hasattr(symbolic_shapes, "has_static_value"):  # before torch 2.9
+        return False
+    return all(symbolic_shapes.has_static_value(size) for size in sizes)
 
 
 class Rejection(NamedTuple):
@@ -152,6 +182,30 @@ class Problem:
         rows, cols = -(-self.len_q // tile) * tile, -(-self.len_kv // tile) * tile
         product = 2.0e-6 * self.batch * self.heads_q * self.head_dim * rows * cols
         return product * 0.5 if self.is_causal else product
+
+
+_NOMINAL_LENGTH, _NOMINAL_HEADS = 4096, 32
+
+
+def with_nominal_sizes(problem: Problem) -> Problem:
+    """`problem` with nominal numbers for the sizes that a compiler leaves open.
+
+    A choice made from it adds no guard: one graph holds for every length, and exports for every length. Whether a query
+    decodes is known nevertheless, because a compiler never leaves a size of 1 open.
+    """
+    changes: dict[str, int] = {}
+    if not known(problem.batch):
+        changes["batch"] = 1
+    if not known(problem.heads_q, problem.heads_kv):
+        changes["heads_q"] = _NOMINAL_HEADS
+        changes["heads_kv"] = _NOMINAL_HEADS if problem.heads_q == problem.heads_kv else _NOMINAL_HEADS // 4
+    if not known(problem.len_q):
+        changes["len_q"] = _NOMINAL_LENGTH
+    if not known(problem.len_kv):
+        changes["len_kv"] = _NOMINAL_LENGTH
+    if not known(problem.mask_planes):
+        changes["mask_planes"] = 1
+    return replace(problem, **changes) if changes else problem  # type: ignore[arg-type]
 
 
 class Mask(NamedTuple):

@@ -10,21 +10,55 @@ import contextlib
 import importlib
 import importlib.metadata
 import importlib.util
-import itertools
 import re
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 
-from ffpa_jit import settings
-from ffpa_jit.problem import NO_WINDOW, Problem, Refusal
+from ffpa_jit import plan_table, settings
+from ffpa_jit.cache.store import KernelStore
+from ffpa_jit.problem import AttentionParams, Problem, Refusal
 
-__all__ = ["Implementation", "Repeat", "changed", "epoch", "get", "missing", "on_change", "replaced"]
+__all__ = [
+    "ALIASES",
+    "Backward",
+    "Forward",
+    "Implementation",
+    "VarlenBackward",
+    "VarlenForward",
+    "described",
+    "get",
+    "invalidate",
+    "missing",
+    "names",
+    "replaced",
+]
+
+
+Forward = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
+"""(query, key, value, attn_mask, rng) -> (out, lse): out with the memory layout of `torch.empty_like(query)`, lse fp32,
+natural logarithm, [B, Hq, Nq]; it may be None where it is not wanted."""
+
+Backward = Callable[..., tuple[torch.Tensor | None, ...]]
+"""(grad_out, grad_lse, query, key, value, attn_mask, rng, out, lse) -> the gradients of query, key, value and attn_mask
+that are needed, as `torch.empty_like` of each, else None. `out` and `lse` may come from elsewhere, for example merged
+over shards of the keys; rows whose lse is -inf get no gradient."""
+
+VarlenForward = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+"""(query, key, value, cu_seqlens_q, cu_seqlens_k, rng, max_seqlen_q, max_seqlen_k) -> (out, lse) of sequences packed
+into [T, H, D]; lse [Hq, Tq].
+
+`cu_seqlens_*`: contiguous int32 [sequences + 1] on the device, never read by the host; rows that belong to no sequence
+give out 0 and lse -inf. `max_seqlen_*`: no sequence is longer."""
+
+VarlenBackward = Callable[..., tuple[torch.Tensor | None, ...]]
+"""(grad_out, grad_lse, query, key, value, cu_seqlens_q, cu_seqlens_k, rng, out, lse, max_seqlen_q, max_seqlen_k) -> the
+gradients of query, key and value that are needed."""
 
 
 class Implementation(Protocol):
-    """The verbs of a backend; tensors are [B, H, N, D] of one dtype on one device.
+    """The verbs of a backend; tensors are [B, H, N, D] of one dtype on one device, and none is empty.
 
     `options` is the Backend object with the caller's options. `attn_mask` has four dimensions on that device, each of
     size 1 (or stride 0) where it broadcasts to [B, Hq, Nq, Nkv]: bool (True: the key is seen), the inputs' dtype, or
@@ -33,7 +67,7 @@ class Implementation(Protocol):
 
     Query r stands at the key p = r + Nkv - Nq and sees the keys from p - `window[0]` to p + `window[1]`, -1 for no
     limit, and none after p if `is_causal`. `softcap` > 0 makes softcap * tanh(score / softcap) of the scaled scores,
-    before the mask is added. What a backend does not do it must refuse: `varlen` problems mean the last two verbs.
+    before the mask is added. What a backend does not do it must refuse.
     """
 
     name: str
@@ -42,121 +76,33 @@ class Implementation(Protocol):
         """Why this backend does not run `problem` in `direction` ("forward" or "backward"); empty: it does."""
         ...
 
-    def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        scale: float,
-        is_causal: bool,
-        attn_mask: torch.Tensor | None = None,
-        dropout_p: float = 0.0,
-        rng: torch.Tensor | None = None,
-        window: tuple[int, int] = NO_WINDOW,
-        softcap: float = 0.0,
-        options: Any = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(out with the memory layout of `torch.empty_like(query)`, lse: fp32 natural log [B, Hq, Nq])."""
+    def plan_forward(self, params: AttentionParams, options: Any, wants_lse: bool) -> Any:
+        """What launches the forward of calls with these options, whatever their tensors: a `Forward`, or, for
+        `params.varlen`, a `VarlenForward`. It keeps no tensor."""
         ...
 
-    def backward(
-        self,
-        grad_out: torch.Tensor,
-        grad_lse: torch.Tensor | None,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        *,
-        scale: float,
-        is_causal: bool,
-        needs: tuple[bool, bool, bool, bool],
-        attn_mask: torch.Tensor | None = None,
-        dropout_p: float = 0.0,
-        rng: torch.Tensor | None = None,
-        window: tuple[int, int] = NO_WINDOW,
-        softcap: float = 0.0,
-        options: Any = None,
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-        """The gradients of query, key, value and attn_mask that `needs` asks for, as `torch.empty_like` of each.
+    def plan_backward(self, params: AttentionParams, options: Any, needs: tuple[bool, ...]) -> Any:
+        """The same for the gradients that `needs` asks for: a `Backward`, or a `VarlenBackward`."""
+        ...
 
-        `out` and `lse` may come from elsewhere, for example merged over shards of the keys; rows whose lse is -inf get
-        no gradient.
+    store: KernelStore[Any, Any]
+    """Where its compiled kernels come from."""
+
+    def kernels(self, arch: str, head_dim: int, dtype: str, **options: Any) -> list[Any]:
+        """The specs of what calls of a head dim and dtype ("bf16", "fp16") need on an architecture: what `warm` builds.
+
+        `options`: those of its Backend object that choose kernels; other backends' are passed over. NoKernelError where
+        it has no kernels, ValueError for an option that fits nothing.
         """
         ...
 
-    def varlen_forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        cu_seqlens_q: torch.Tensor,
-        cu_seqlens_k: torch.Tensor,
-        *,
-        max_seqlen_q: int,
-        max_seqlen_k: int,
-        scale: float,
-        is_causal: bool,
-        dropout_p: float = 0.0,
-        rng: torch.Tensor | None = None,
-        window: tuple[int, int] = NO_WINDOW,
-        softcap: float = 0.0,
-        options: Any = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(out as `torch.empty_like(query)`, lse: fp32 [Hq, Tq]) of sequences packed into [T, H, D].
-
-        `cu_seqlens_*`: contiguous int32 [sequences + 1] on the device, never read by the host; rows that belong to no
-        sequence give out 0 and lse -inf. `max_seqlen_*`: no sequence is longer. The tensors are not empty.
-        """
+    def load(self, spec: Any, device: int) -> None:
+        """Load one of `kernels` on a GPU here, so that its first call compiles and loads nothing."""
         ...
 
-    def varlen_backward(
-        self,
-        grad_out: torch.Tensor,
-        grad_lse: torch.Tensor | None,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        cu_seqlens_q: torch.Tensor,
-        cu_seqlens_k: torch.Tensor,
-        *,
-        max_seqlen_q: int,
-        max_seqlen_k: int,
-        scale: float,
-        is_causal: bool,
-        needs: tuple[bool, bool, bool],
-        dropout_p: float = 0.0,
-        rng: torch.Tensor | None = None,
-        window: tuple[int, int] = NO_WINDOW,
-        softcap: float = 0.0,
-        options: Any = None,
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-        """The gradients of query, key and value that `needs` asks for, as `torch.empty_like` of each."""
-        ...
-
-    def warm(self, problem: Problem, options: Any = None) -> None:
-        """Compile what `problem` needs and load it on its device, so that its first call does neither."""
-        ...
-
-    def estimate(self, problem: Problem) -> float:
+    def predict_us(self, problem: Problem) -> float:
         """About how many microseconds a call that this backend runs takes, launches and backward included."""
         ...
-
-
-Repeat = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], tuple[torch.Tensor, torch.Tensor | None] | None]
-"""`forward` of query, key, value and scale for calls of one form; None where it cannot run this one, and None for an
-LSE that is not wanted.
-
-A backend that has these gives them by a verb besides, `shortcut(query, key, value, out, *, is_causal, wants_lse)`, for
-calls without mask, dropout, window and softcap whose tensors have these shapes, strides, dtypes and devices, after it
-has run one, which gave `out`. The verb and what it returns keep none of these tensors, and make no others beside the
-results. It goes with the `forward` of its class: a derived class with another `forward` has no short way unless it
-gives one.
-"""
 
 
 class _Package(NamedTuple):
@@ -194,11 +140,11 @@ _MODULES: dict[str, tuple[str, tuple[_Package, ...]]] = {
     "cutedsl": ("ffpa_jit.cute.backend", (_CUTE,)),
 }
 
+ALIASES = {"cute": "cutedsl"}
+"""What commands and `warm` take for a name besides."""
+
 _loaded: dict[str, Implementation] = {}
 _absent: dict[str, Refusal] = {}
-_listeners: list[Callable[[], None]] = []
-_epochs = itertools.count(1)
-_epoch = 0
 
 
 def _present(package: str) -> bool:
@@ -231,8 +177,8 @@ def missing(name: str) -> Refusal | None:
     """The refusal of a backend whose package is not installed; None when all is there, and the backend's module loaded.
 
     A package is looked for, not imported, and a backend's module imports it only when it launches. What is not there is
-    looked for once, until `changed` is called. The other backends are loaded too: a compiler that traces sees the table
-    as it was when it first looked.
+    looked for once, until `invalidate` is called. The other backends are loaded too: a compiler that traces sees the
+    table as it was when it first looked.
     """
     for each in _MODULES:
         if each not in _loaded and each not in _absent:
@@ -265,24 +211,21 @@ def get(name: str) -> Implementation:
     return implementation
 
 
-def epoch() -> int:
-    """Another number after each `changed`: part of the key under which a decision is remembered, and read before it is
-    made, so that one that another thread makes meanwhile, without knowing the change, is not found any more."""
-    return _epoch
+def names() -> tuple[str, ...]:
+    """The backends of the table."""
+    return tuple(_MODULES)
 
 
-def on_change(listener: Callable[[], None]) -> None:
-    """Call `listener` whenever `changed` is called, so that decisions of epochs before take no memory."""
-    _listeners.append(listener)
+def described(name: str) -> Implementation:
+    """The implementation called `name`, whether what it needs is installed or not: to ask what it would compile."""
+    return _loaded.get(name) or cast(Implementation, importlib.import_module(_MODULES[name][0]).BACKEND)
 
 
-def changed() -> None:
-    """Say that a backend may refuse other calls than before: it was replaced, or found what it had missed."""
-    global _epoch
+def invalidate() -> None:
+    """Forget what was decided: a backend may refuse other calls than before, because it was replaced, or found what it
+    had missed."""
     _absent.clear()
-    _epoch = next(_epochs)
-    for listener in _listeners:
-        listener()
+    plan_table.invalidate()
 
 
 @contextlib.contextmanager
@@ -291,7 +234,7 @@ def replaced(name: str, implementation: Implementation) -> Iterator[None]:
     be derived from one of ours."""
     before = _loaded.get(name)
     _loaded[name] = implementation
-    changed()
+    invalidate()
     try:
         yield
     finally:
@@ -299,7 +242,7 @@ def replaced(name: str, implementation: Implementation) -> Iterator[None]:
             del _loaded[name]
         else:
             _loaded[name] = before
-        changed()
+        invalidate()
 
 
 # A constant under torch.compile: what torch.compiler.assume_constant_result sets, without importing the compiler.

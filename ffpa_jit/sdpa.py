@@ -11,14 +11,36 @@ from typing import cast
 
 import torch
 
-from ffpa_jit import masks, settings
-from ffpa_jit.problem import NO_WINDOW, Problem, Refusal, shown
+from ffpa_jit import masks, op_rules, settings
+from ffpa_jit.problem import NO_WINDOW, Call, Problem, Refusal, describe, known, shown
 
-__all__ = ["backward", "estimate", "fallback", "native", "refusals"]
+__all__ = ["backward", "fallback", "flash_enabled", "math_only", "native", "refusals", "runs"]
 
 _SHIFTABLE = 1e30  # what is beyond is somebody's "minimum", and no bias
 
 native = cast(Callable[..., torch.Tensor], torch._C._nn.scaled_dot_product_attention)
+
+
+flash_enabled: Callable[[], bool] = torch._C._get_flash_sdp_enabled
+"""Whether `torch.nn.attention.sdpa_kernel` allows SDPA's flash kernels: true outside of any such context."""
+
+
+def math_only() -> bool:
+    """Whether a `torch.nn.attention.sdpa_kernel` context allows SDPA's math path alone.
+
+    That is how a caller asks for derivatives of any order. Of the other contexts none matters above head dim 256, where
+    SDPA's kernels are not what runs. Under a compiler, which takes no such derivatives, none is looked for.
+    """
+    if torch.compiler.is_compiling() or flash_enabled():
+        return False
+    others = torch._C._get_mem_efficient_sdp_enabled() or torch._C._get_cudnn_sdp_enabled()
+    return bool(torch._C._get_math_sdp_enabled()) and not others
+
+
+def runs(call: Call) -> bool:
+    """Whether `fallback` runs a call that the contract allows."""
+    described = describe(call)
+    return isinstance(described, Problem) and not refusals(described)
 
 
 def fallback(
@@ -56,11 +78,13 @@ def fallback(
         if is_causal and len_q == 1:
             is_causal = False  # the only query is aligned to the last key and sees all of them
         if window != NO_WINDOW or (is_causal and attn_mask is not None and len_q <= len_kv):
-            seen = masks.visible(len_q, len_kv, query.device, is_causal, window)
+            seen = op_rules.replicated(masks.visible(len_q, len_kv, query.device, is_causal, window), query)
             attn_mask, is_causal = seen if attn_mask is None else _both(masks.compact(attn_mask), seen), False
-        elif is_causal and attn_mask is None and len_q < len_kv:
-            if _mask_bytes(len_q, len_kv) <= settings.workspace_bytes():
-                attn_mask, is_causal = masks.visible(len_q, len_kv, query.device, True, NO_WINDOW), False
+        elif is_causal and attn_mask is None and (not known(len_kv - len_q) or len_q < len_kv):
+            # Where a compiler leaves lengths open, a comparison would hold its graph to one answer.
+            if not known(len_q, len_kv) or _mask_bytes(len_q, len_kv) <= settings.workspace_bytes():
+                seen = masks.visible(len_q, len_kv, query.device, True, NO_WINDOW)
+                attn_mask, is_causal = op_rules.replicated(seen, query), False
             else:
                 square = torch.nn.functional.pad(query, (0, 0, len_kv - len_q, 0))
                 out = native(square, key, value, None, dropout_p, True, scale=scale, enable_gqa=enable_gqa)
@@ -105,22 +129,6 @@ def _narrowed(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     top = mask.detach().amax(-1, keepdim=True) if mask.shape[-1] else mask.detach().sum(-1, keepdim=True)
     shifted = mask - torch.where(top.abs() < _SHIFTABLE, top, 0.0)
     return torch.where(shifted.isneginf(), shifted, shifted.clamp(min=torch.finfo(dtype).min)).to(dtype)
-
-
-def estimate(problem: Problem) -> float:
-    """About how many microseconds SDPA takes for `problem`, backward included where it needs one.
-
-    From an H200 and torch 2.11 (bench/NOTES.md): 20 us of launches, then 130 TFLOP/s forward and 45 backward, in 64-row
-    tiles. With grouped heads SDPA repeats K and V or takes its math path, tens of times slower: nothing is small then;
-    nor is a window, which costs it a mask.
-    The figures only decide which of two correct paths is taken, so a factor of two on another GPU does little harm.
-    """
-    if problem.heads_q != problem.heads_kv or problem.window != NO_WINDOW or refusals(problem):
-        return float("inf")
-    product = problem.product_mflop(64)
-    if problem.needs_grad:
-        return 20.0 + 60.0 + product * (2.0 / 130.0 + 5.0 / 45.0)
-    return 20.0 + product * (2.0 / 130.0)
 
 
 def backward(

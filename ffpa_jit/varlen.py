@@ -6,14 +6,13 @@ is read, so nothing synchronises and a compiled call holds for any lengths.
 
 from __future__ import annotations
 
-import functools
 import operator
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from ffpa_jit import arguments, dispatch, ops, ops_varlen, registry, settings
+from ffpa_jit import arguments, dispatch, ops, ops_varlen, plan_table, settings
 from ffpa_jit.attention import BackendChoice, Window
 from ffpa_jit.backends import Backend, resolve
 from ffpa_jit.problem import (
@@ -88,7 +87,7 @@ def ffpa_attn_varlen_func(
             max_seqlen, dropout_p outside 0 to 1; a workspace that does not hold two rows of score tiles (in the
             backward: of all heads that share a key head).
         NotImplementedError: head dims outside 257 to 1024 or not a multiple of 8, an option that no kernel has, a call
-            that no backend runs, tensor subclasses and torch.func transforms. The message lists every reason.
+            that no backend runs, tensor subclasses and forward-mode derivatives. The message lists every reason.
     """
     if unsupported:
         arguments.reject(_NAME, unsupported, OPTIONS)
@@ -116,16 +115,14 @@ def ffpa_attn_varlen_func(
     return (out, lse) if return_lse else out
 
 
-@functools.lru_cache(maxsize=4096)
-def _plan_cached(
-    problem: Problem, forward: Backend | None, backward: Backend | None, workspace: str | None, epoch: int
-) -> dispatch.Plan:
-    """`dispatch.plan`, remembered. `workspace` is part of the key because backends judge a call by it, `epoch`
-    (`registry.epoch`) because they may judge otherwise later."""
-    return dispatch.plan(problem, forward, backward)
-
-
-registry.on_change(_plan_cached.cache_clear)
+def _choose(problem: Problem, forward: Backend | None, backward: Backend | None) -> dispatch.Choice:
+    """`dispatch.choose`, kept in the plan table."""
+    table, key = plan_table.current(), (problem, forward, backward, settings.workspace_text())
+    found: dispatch.Choice | None = table.get(key)
+    if found is None:
+        found = dispatch.choose(problem, forward, backward)
+        plan_table.store(table, key, found)
+    return found
 
 
 def _run(
@@ -133,15 +130,13 @@ def _run(
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of the operator's `inputs`, of which the backends are still missing."""
     plain = ops.unwatched(*inputs[:5])
-    if plain:  # sizes are plain ints then
-        plan = _plan_cached(problem, forward, backward, settings.workspace_text(), registry.epoch())
-    else:
-        plan = dispatch.plan(problem, forward, backward)
+    # Sizes of plain tensors are plain ints.
+    choice = _choose(problem, forward, backward) if plain else dispatch.choose(problem, forward, backward)
     run = ops_varlen.attend if plain else ops_varlen.flash_attn_varlen
     try:
-        result: tuple[Tensor, Tensor] = run(*inputs, plan.forward_text, plan.backward_text)
+        result: tuple[Tensor, Tensor] = run(*inputs, choice.forward_text, choice.backward_text)
     except UnavailableError as error:
-        dispatch.gave_up(plan.forward, error, named=forward is not None)
+        dispatch.unavailable(choice.forward, error, named=forward is not None)
         return _run(problem, forward, backward, inputs)
     return result
 
@@ -198,7 +193,7 @@ def check(
     arguments.check_tensors(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     foreign = arguments.foreign(q, k, v, cu_seqlens_q, cu_seqlens_k)
     if foreign is not None:
-        raise NotImplementedError(f"packed sequences are for plain tensors and torch.autograd: {foreign.reason}")
+        raise NotImplementedError(f"packed sequences are for plain tensors and reverse mode: {foreign.reason}")
     for name, flag in (("causal", causal), ("enable_gqa", enable_gqa)):
         arguments.check_flag(name, flag)
     window, cap = arguments.window(window_size), arguments.softcap(softcap)

@@ -5,7 +5,7 @@ Importing this module compiles and loads nothing, and touches no device.
 
 from __future__ import annotations
 
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -15,7 +15,15 @@ from ffpa_jit.cuda import kernels
 from ffpa_jit.cuda.driver import CudaError
 from ffpa_jit.cuda.instantiate import ARCHS, HEAD_DIMS, KernelSpec, spec_for
 from ffpa_jit.cuda.load import Kernel
-from ffpa_jit.problem import Problem, Refusal, UnavailableError, device_arch, shown
+from ffpa_jit.problem import (
+    NO_WINDOW,
+    AttentionParams,
+    Problem,
+    Refusal,
+    UnavailableError,
+    device_arch,
+    shown,
+)
 from ffpa_jit.toolchain import BuildError, ToolchainError
 
 __all__ = ["BACKEND", "CUDAKernels"]
@@ -31,6 +39,7 @@ class CUDAKernels:
     """Dense attention forward on `mma.sync`, for NVIDIA GPUs from sm_80: masks, dropout, GQA, no workspace."""
 
     name = "cuda"
+    store = kernels.STORE
 
     def refusals(self, problem: Problem, options: CUDABackend | None, *, direction: str) -> list[Refusal]:
         """Why this backend does not run `problem`; what no backend runs, the dispatcher has judged."""
@@ -69,62 +78,62 @@ class CUDAKernels:
                     found.append(Refusal("toolchain", missing))
         return found
 
-    def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        scale: float,
-        is_causal: bool,
-        attn_mask: torch.Tensor | None = None,
-        dropout_p: float = 0.0,
-        rng: torch.Tensor | None = None,
-        window: tuple[int, int] = (-1, -1),
-        softcap: float = 0.0,
-        options: CUDABackend | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def plan_forward(self, params: AttentionParams, options: CUDABackend | None, wants_lse: bool) -> Any:
         """Output in the query's layout and LSE [B, Hq, Nq] (float32, natural logarithm)."""
-        if tuple(window) != (-1, -1) or softcap:  # for who calls the operators directly
-            raise NotImplementedError("the CUDA kernels have neither window_size nor softcap; use the Triton backend")
-        from ffpa_jit.cuda import dense
-
-        options = options or _DEFAULT
-        arch = device_arch(query.device.type, query.device.index)
-        spec = spec_for(arch, query.shape[-1], _name(query.dtype), options.acc, options.stages)
-        with torch.cuda.device(query.device):
-            context.ensure(query.device)
-            return dense.forward(
-                _loaded(spec),
-                spec,
-                query,
-                key,
-                value,
-                scale=scale,
-                is_causal=is_causal,
-                attn_mask=None if attn_mask is None else attn_mask.expand(*query.shape[:3], key.shape[2]),
-                dropout_p=dropout_p,
-                rng=rng,
+        if params.window != NO_WINDOW or params.softcap or params.varlen:  # for who calls the operators directly
+            raise NotImplementedError(
+                "the CUDA kernels have neither window_size, softcap nor packed sequences; use the Triton backend"
             )
+        return _Forward(params, options or _DEFAULT)
 
-    def backward(self, *tensors: torch.Tensor | None, **options: object) -> NoReturn:
+    def plan_backward(self, params: AttentionParams, options: CUDABackend | None, needs: tuple[bool, ...]) -> NoReturn:
         """There is none."""
         raise NotImplementedError("the CUDA backend has a forward only; set backward_backend='triton' or 'sdpa'")
 
-    def warm(self, problem: Problem, options: CUDABackend | None = None) -> None:
-        """Compile the kernel of `problem`, or find it in the cache, and load it on its device."""
-        options = options or _DEFAULT
-        spec = spec_for(problem.arch, problem.head_dim, _name(problem.dtype), options.acc, options.stages)
-        with torch.cuda.device(problem.device_index):
+    def kernels(self, arch: str, head_dim: int, dtype: str, **options: Any) -> list[KernelSpec]:
+        """The one for the accumulator `acc` and the `stages`."""
+        return [spec_for(arch, head_dim, dtype, options.get("acc", "f32"), options.get("stages"))]
+
+    def load(self, spec: KernelSpec, device: int) -> None:
+        """Find it in the cache, or compile it, and load it on a device."""
+        with torch.cuda.device(device):
             _loaded(spec).prepare()  # finding it did that on the first device only
 
-    def estimate(self, problem: Problem) -> float:
-        """About how many microseconds, from an H200: the largest of 80 (the launch), the products at 330 TFLOP/s over
-        tiles of 64 rows, which the heads of a group share, and keys and values at 3 TB/s. Without the gradients, which
-        are another's."""
+    def predict_us(self, problem: Problem) -> float:
+        """About how many microseconds, from an H200 (bench/NOTES.md): the largest of the host's time, 39, or 51 where
+        the keys are split, the products at 330 TFLOP/s over tiles of 64 rows, which the heads of a group share, and
+        keys and values at 3 TB/s. Without the gradients, which are another's."""
         rows = -(-problem.len_q * problem.group() // 64) * 64
         scores = problem.batch * problem.heads_kv * rows * problem.len_kv * (0.5 if problem.is_causal else 1.0)
-        return max(80.0, scores * problem.head_dim * 4.0e-6 / 330.0, problem.cache_mb() / 3.0)
+        split = problem.batch * problem.heads_kv * rows <= 64 * 64 and problem.len_kv > 512
+        products = 14.0 + scores * problem.head_dim * 4.0e-6 / 330.0
+        return max(51.0 if split else 39.0, products, problem.cache_mb() / 3.0)
+
+
+class _Forward:
+    """See `registry.Forward`: finds or builds the kernel that a query asks for, then launches."""
+
+    def __init__(self, params: AttentionParams, options: CUDABackend) -> None:
+        self._params, self._options = params, options
+        self._launches: dict[Any, Any] = {}
+
+    def __call__(self, query: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        device = query.device
+        if device.index != context.current_device():
+            with torch.cuda.device(device):
+                return self(query, *rest)
+        context.ensure(device)
+        kind = query.dtype, query.shape[-1], device.index
+        launch = self._launches.get(kind)
+        if launch is None:
+            from ffpa_jit.cuda import dense
+
+            options = self._options
+            arch = device_arch(device.type, device.index)
+            spec = spec_for(arch, query.shape[-1], _name(query.dtype), options.acc, options.stages)
+            launch = self._launches[kind] = dense.Forward(_loaded(spec), spec, self._params)
+        result: tuple[torch.Tensor, torch.Tensor] = launch(query, *rest)
+        return result
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -5,19 +5,27 @@ Importing this module compiles and loads nothing, touches no device and does not
 
 from __future__ import annotations
 
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 
-from ffpa_jit import context
+from ffpa_jit import context, registry
 from ffpa_jit.backends import CuTeDSLBackend
 from ffpa_jit.cute import compile as kernels
 from ffpa_jit.cute import dense, estimates
 from ffpa_jit.cute.load import Kernel
 from ffpa_jit.cute.schedule import TILE
 from ffpa_jit.cute.spec import ARCHS, HEAD_DIMS, KernelSpec, served_by, spec_for
-from ffpa_jit.problem import NO_WINDOW, Problem, Refusal, UnavailableError, device_arch, shown
-from ffpa_jit.registry import Repeat
+from ffpa_jit.kernel_spec import NoKernelError
+from ffpa_jit.problem import (
+    NO_WINDOW,
+    AttentionParams,
+    Problem,
+    Refusal,
+    UnavailableError,
+    device_arch,
+    shown,
+)
 from ffpa_jit.toolchain import BuildError
 
 __all__ = ["BACKEND", "CuTeKernels"]
@@ -31,6 +39,7 @@ class CuTeKernels:
     """Dense attention forward on `wgmma` and TMA, for sm_90 and head dims up to 640: GQA, no workspace."""
 
     name = "cutedsl"
+    store = kernels.STORE
 
     def refusals(self, problem: Problem, options: CuTeDSLBackend | None, *, direction: str) -> list[Refusal]:
         """Why this backend does not run `problem`; what no backend runs, the dispatcher has judged."""
@@ -56,61 +65,38 @@ class CuTeKernels:
                 found.append(Refusal("toolchain", missing))
         return found
 
-    def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        scale: float,
-        is_causal: bool,
-        attn_mask: torch.Tensor | None = None,
-        dropout_p: float = 0.0,
-        rng: torch.Tensor | None = None,
-        window: tuple[int, int] = NO_WINDOW,
-        softcap: float = 0.0,
-        options: CuTeDSLBackend | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Output in the query's layout and LSE [B, Hq, Nq] (float32, natural logarithm)."""
-        if attn_mask is not None or dropout_p or tuple(window) != NO_WINDOW or softcap:  # of the operators' own callers
+    def plan_forward(self, params: AttentionParams, options: CuTeDSLBackend | None, wants_lse: bool) -> Any:
+        """Output in the query's layout and LSE [B, Hq, Nq] (float32, natural logarithm), if that is wanted."""
+        if (
+            params.dropout_p or params.window != NO_WINDOW or params.softcap or params.varlen
+        ):  # of the operators' callers
             raise NotImplementedError(
-                "the CuTe-DSL kernels have no mask, dropout, window_size or softcap; use the Triton backend"
+                "the CuTe-DSL kernels have no dropout, window_size, softcap or packed sequences; use the Triton backend"
             )
-        device = query.device
-        spec = _spec_of(query, is_causal)
-        if device.index != context.current_device():
-            with torch.cuda.device(device):
-                return self.forward(query, key, value, scale=scale, is_causal=is_causal)
-        context.ensure(device)
-        return dense.forward(_loaded(spec), query, key, value, scale=float(scale), is_causal=is_causal)
+        return _Forward(params, wants_lse)
 
-    def shortcut(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor, *, is_causal: bool,
-        wants_lse: bool,
-    ) -> Repeat | None:  # fmt: skip
-        """See `registry.Repeat`."""
-        kernel = _loaded(_spec_of(query, is_causal))
-        return dense.repeat(kernel, query, key, value, out, is_causal=is_causal, wants_lse=wants_lse)
-
-    def backward(self, *tensors: torch.Tensor | None, **options: object) -> NoReturn:
+    def plan_backward(
+        self, params: AttentionParams, options: CuTeDSLBackend | None, needs: tuple[bool, ...]
+    ) -> NoReturn:
         """There is none."""
         raise NotImplementedError("the CuTe-DSL backend has a forward only; set backward_backend='triton' or 'sdpa'")
 
-    def varlen_forward(self, *tensors: torch.Tensor | None, **options: object) -> NoReturn:
-        """There is none."""
-        raise NotImplementedError("the CuTe-DSL backend takes no packed sequences; use the Triton backend")
+    def kernels(self, arch: str, head_dim: int, dtype: str, **options: Any) -> list[KernelSpec]:
+        """The one with `is_causal` and the one without; none where the DSL is not installed, which is an extra."""
+        specs = [spec_for(arch, head_dim, dtype, is_causal) for is_causal in (False, True)]
+        absent = registry.missing(self.name)
+        if absent is not None:
+            raise NoKernelError(arch, absent.reason)
+        return specs
 
-    varlen_backward = varlen_forward
+    def load(self, spec: KernelSpec, device: int) -> None:
+        """Find it in the cache, or compile it, and run it once on a device: the driver puts a kernel there when it is
+        first launched."""
+        shape, where = (1, 1, _WARM_ROWS, spec.head_dim), torch.device("cuda", device)
+        query, key, value = (torch.zeros(shape, dtype=getattr(torch, spec.dtype), device=where) for _ in range(3))
+        self.plan_forward(AttentionParams(1.0, spec.is_causal), None, True)(query, key, value)
 
-    def warm(self, problem: Problem, options: CuTeDSLBackend | None = None) -> None:
-        """Compile the kernel of `problem`, or find it in the cache, and run it once on its device: the driver puts a
-        kernel there when it is first launched."""
-        device = torch.device("cuda", problem.device_index or 0)
-        shape = (1, 1, _WARM_ROWS, problem.head_dim)
-        query, key, value = (torch.zeros(shape, dtype=problem.dtype, device=device) for _ in range(3))
-        self.forward(query, key, value, scale=1.0, is_causal=problem.is_causal)
-
-    def estimate(self, problem: Problem) -> float:
+    def predict_us(self, problem: Problem) -> float:
         """About how many microseconds, from `estimates`: the launch, and the products at the kernel's measured rate, as
         if there were never fewer tiles than run at a time. Without the gradients, which are another's."""
         rates = estimates.CAUSAL if problem.is_causal else estimates.FULL
@@ -136,9 +122,31 @@ def _unsupported(problem: Problem) -> list[Refusal]:
     return found
 
 
-def _spec_of(query: torch.Tensor, is_causal: bool) -> KernelSpec:
-    device = query.device
-    return spec_for(device_arch(device.type, device.index), query.shape[-1], _name(query.dtype), is_causal)
+class _Forward:
+    """See `registry.Forward`: finds or builds the kernel that a query asks for, then launches."""
+
+    def __init__(self, params: AttentionParams, wants_lse: bool) -> None:
+        self._params, self._wants_lse = params, wants_lse
+        self._launches: dict[Any, dense.Forward] = {}
+
+    def __call__(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None = None,
+        rng: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+        device = query.device
+        if mask is not None:  # of the operators' callers
+            raise NotImplementedError("the CuTe-DSL kernels take no attn_mask; use the Triton backend")
+        if device.index != context.current_device():
+            with torch.cuda.device(device):
+                return self(query, key, value)
+        context.ensure(device)
+        kind = query.dtype, query.shape[-1], device.index
+        launch = self._launches.get(kind)
+        if launch is None:
+            arch = device_arch(device.type, device.index)
+            spec = spec_for(arch, query.shape[-1], _name(query.dtype), self._params.is_causal)
+            launch = self._launches[kind] = dense.Forward(_loaded(spec), self._params, self._wants_lse)
+        return launch(query, key, value)
 
 
 def _name(dtype: torch.dtype) -> str:

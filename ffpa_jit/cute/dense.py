@@ -17,98 +17,42 @@ from ffpa_jit import context, layout
 from ffpa_jit.cute.order import section_of
 from ffpa_jit.cute.schedule import CLUSTER, TILE
 from ffpa_jit.layout import Ints
+from ffpa_jit.problem import AttentionParams
 
-__all__ = ["forward", "repeat"]
-
-# The handle without an object around it, where torch is built with CUDA.
-_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None) or (
-    lambda index: torch.cuda.current_stream(index).cuda_stream
-)
+__all__ = ["Forward"]
 
 
-def forward(
-    launch: Callable[..., None],
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    *,
-    scale: float,
-    is_causal: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out laid out as `torch.empty_like(query)`, LSE), by `launch`, a kernel, on the current device and stream.
+class Forward:
+    """See `registry.Forward`: the launches of one kernel. Without `wants_lse` none is made, because an allocation is a
+    tenth of a small call's time, and the kernel takes 0 for its address."""
 
-    Whether it is causal is a property of the kernel; here it decides the order of the tiles.
-    """
-    out = torch.empty_like(query)
-    form = _form_of(query, key, value, out, is_causal)
-    if form.empty:
-        return out.zero_(), torch.full(form.lse_shape, -math.inf, dtype=torch.float32, device=query.device)
-    if form.direct and _aligned(query, key, value, out):
-        lse = torch.empty(form.lse_shape, dtype=torch.float32, device=query.device)
-        _launch(launch, form, query, key, value, out, lse.data_ptr(), scale)
-        return out, lse
-    if not layout.addressable(out.shape, out.stride()):
-        query = query.contiguous()  # and with it the output
-    tensors = [layout.readable(each) for each in (query, key, value)]
-    written, lse = forward(launch, *tensors, scale=scale, is_causal=is_causal)
-    return out.copy_(written), lse
+    def __init__(self, launch: Callable[..., None], params: AttentionParams, wants_lse: bool) -> None:
+        self._launch, self._params, self._wants_lse = launch, params, wants_lse
 
-
-def repeat(
-    launch: Callable[..., None],
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    out: torch.Tensor,
-    *,
-    is_causal: bool,
-    wants_lse: bool,
-) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None] | None] | None:
-    """`forward` for other tensors with the shapes and strides of a call's, on this device, as a function of them and
-    the scale, with None for an LSE that is not wanted: an allocation is a tenth of such a call's time. `out`: what the
-    call gave.
-
-    None if such calls need copies; that function returns None where an address does, or another device is the current
-    one.
-    """
-    device = query.device
-    form = _form_of(query, key, value, out, is_causal)
-    if form.empty or not form.direct:
-        return None
-
-    def run(
-        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-        if context.current_device() != device.index:
-            return None
-        context.ensure(device)
+    def __call__(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: None = None, rng: None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(out laid out as `torch.empty_like(query)`, LSE), on the current device and stream."""
         out = torch.empty_like(query)
-        if not _aligned(query, key, value, out):
-            return None
-        lse = torch.empty(form.lse_shape, dtype=torch.float32, device=device) if wants_lse else None
-        _launch(launch, form, query, key, value, out, 0 if lse is None else lse.data_ptr(), scale)
-        return out, lse
-
-    return run
-
-
-def _aligned(*tensors: torch.Tensor) -> bool:
-    """Whether all begin at a multiple of 16 bytes."""
-    addresses = 0
-    for tensor in tensors:
-        addresses |= tensor.data_ptr()
-    return addresses % 16 == 0
-
-
-def _launch(
-    launch: Callable[..., None], form: _Form, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
-    out: torch.Tensor, lse: int, scale: float,
-) -> None:  # fmt: skip
-    """Launch for tensors of a form that is `direct`, into `out` and the memory at `lse`, 0 if there is none."""
-    launch(
-        query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr(), lse, *form.numbers, scale, form.section,
-        form.clusters, _stream(out.device.index),
-    )  # fmt: skip
+        device = query.device
+        form = _form(
+            query.shape, query.stride(), out.stride(), key.shape, key.stride(), value.stride(), self._params.is_causal,
+            device.index,
+        )  # fmt: skip
+        if form.empty:
+            return out.zero_(), torch.full(form.lse_shape, -math.inf, dtype=torch.float32, device=device)
+        q, k, v, o = query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr()
+        if form.direct and (q | k | v | o) % 16 == 0:
+            lse = torch.empty(form.lse_shape, dtype=torch.float32, device=device) if self._wants_lse else None
+            self._launch(
+                q, k, v, o, 0 if lse is None else lse.data_ptr(), *form.numbers, self._params.scale, form.section,
+                form.clusters, context.stream(device.index),
+            )  # fmt: skip
+            return out, lse
+        if not layout.addressable(out.shape, out.stride()):
+            query = query.contiguous()  # and with it the output
+        written, lse = self(layout.readable(query), layout.readable(key), layout.readable(value))
+        return out.copy_(written), lse
 
 
 class _Form(NamedTuple):
@@ -121,13 +65,6 @@ class _Form(NamedTuple):
     numbers: tuple[int, ...]
     section: int
     clusters: int
-
-
-def _form_of(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor, is_causal: bool) -> _Form:
-    return _form(
-        query.shape, query.stride(), out.stride(), key.shape, key.stride(), value.stride(), is_causal,
-        query.device.index,
-    )  # fmt: skip
 
 
 @functools.lru_cache(maxsize=1024)

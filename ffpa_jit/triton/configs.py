@@ -90,6 +90,15 @@ def uses_tma(arch: str) -> bool:
     return bool(_table(arch)["tma"])
 
 
+def has_one_launch(arch: str) -> bool:
+    """Whether the fused forward runs small calls (``schedule.one_launch_serves``): where that was measured."""
+    return bool(_table(arch).get("one_launch", False))
+
+
+# A constant under torch.compile: what torch.compiler.assume_constant_result sets, without importing the compiler.
+has_one_launch._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def _table(arch: str) -> dict[str, Any]:
     name = family(arch)
     if name is None:

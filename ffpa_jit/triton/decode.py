@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from functools import cache, lru_cache
 from typing import Any
 
@@ -10,11 +9,11 @@ import torch
 
 from ffpa_jit.triton import decode_kernels
 from ffpa_jit.triton.configs import DecodeTiling, decode_tiling, uses_tma
-from ffpa_jit.triton.launch import Launcher, bind, mark, operand, processors, triton_is_between
-from ffpa_jit.triton.terms import UNLIMITED, Terms, opaque
-
-LEAST_KEYS = 256
-"""A program takes at least so many keys, or its start and its share of the combine cost more than it reads."""
+from ffpa_jit.triton.dense import nothing_seen
+from ffpa_jit.triton.launch import Launcher, bind, copy, map_values, mark, processors, triton_is_between
+from ffpa_jit.triton.params import ScoreMods
+from ffpa_jit.triton.schedule import LEAST_KEYS
+from ffpa_jit.triton.terms import UNLIMITED, Terms, encode_unspecialized
 
 KEYS_OF_MANY = 768
 """More programs than run at a time, for an even end, only if each keeps so many keys."""
@@ -28,119 +27,158 @@ _MASK, _ROWS, _ALIGNED = 3, 4, 16  # bits of ``epilogue``, as in ``terms``
 
 
 def forward(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, terms: Terms, *, arch: str, cap: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, terms: Terms, *, arch: str, cap: int,
+    launcher: Launcher | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Attention output [B, Hq, Nq, D] in the query's layout, and LSE [B, Hq, Nq] (float32, natural logarithm).
 
     ``cap``: bytes of workspace; with 0 the keys are not split.
     """
     rows = query.shape[2] * (query.shape[1] // max(key.shape[1], 1))
     tiling = decode_tiling(arch, rows, query.shape[3], not modifiers(terms)[1] and _has_gluon())
-    return run(query, key, value, terms, arch=arch, cap=cap, tiling=tiling)
+    return run(query, key, value, terms, arch=arch, cap=cap, tiling=tiling, launcher=launcher)
 
 
 def run(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, terms: Terms, *, arch: str, cap: int,
-    tiling: DecodeTiling, splits: int | None = None,
+    tiling: DecodeTiling, splits: int | None = None, launcher: Launcher | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """``forward`` with a configuration, and a number of parts of the keys, of the caller's choice."""
-    out = torch.empty_like(query)
-    lse = query.new_empty(query.shape[:-1], dtype=torch.float32)
-    if out.numel() == 0:
+    device = query.device
+    launcher = launcher or Launcher(device)
+    out = launcher.result_like(query)
+    lse = launcher.result(query.shape[:-1], torch.float32)
+    if out.numel() == 0 or key.shape[2] == 0:
+        launcher.call(nothing_seen, out, lse)
         return out, lse
-    if key.shape[2] == 0:
-        return out.zero_(), lse.fill_(-math.inf)
-    target = operand(out)  # an output whose last stride is not 1 is computed densely and copied
-    _launch(operand(query), operand(key), operand(value), target, lse, terms, arch, cap, tiling, splits)
+    target = launcher.operand(out)  # an output whose last stride is not 1 is computed densely and copied
+    q, k, v = launcher.operand(query), launcher.operand(key), launcher.operand(value)
+    mods, bits = modifiers(terms)
+    strides = q.stride(), target.stride()
+    kinds = mark(mods) if bits else None, None if uses_tma(arch) else mark((bind(k, 1, 1, False), bind(v, 1, 1, False)))
+    step = _step_like(
+        arch, device, processors(device), q.dtype, q.shape, k.shape[1], strides, (terms.left, terms.right), bits, kinds,
+        cap, tiling,
+    )  # fmt: skip
+    step.launch(launcher, (q, k, v, target, lse), mods, terms, splits)
     if target is not out:
-        out.copy_(target)
+        launcher.call(copy, out, target)
     return out, lse
 
 
-def _launch(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, terms: Terms,
-    arch: str, cap: int, t: DecodeTiling, splits: int | None,
-) -> None:  # fmt: skip
-    mods, bits = modifiers(terms)
-    calls = _calls_like(
-        arch, q.device, processors(q.device), q.dtype, q.shape, k.shape,
-        (q.stride(), k.stride(), v.stride(), out.stride()), (terms.left, terms.right), bits,
-        mark(mods) if bits else None, cap, t, splits,
-    )  # fmt: skip
-    calls.launch(q, k, v, out, lse, mods, terms)
+class _Step:
+    """Decoding steps that differ in their tensors and in the number of keys only: how they are cut, and the kernels
+    once they are known.
 
-
-class _Calls:
-    """Calls that differ in their tensors only: how they are cut, and the kernels once they are known.
-
-    The eager calls of a decoding loop take longer on the host than on the device, so what they share is kept. Dtype,
-    strides and kinds (``mark`` of the options) only tell calls apart that have kernels of their own.
+    The eager steps of a decoding loop take longer on the host than on the device, so what they share is kept, and no
+    step has the number of keys of the one before. Dtype, strides and kinds (``mark`` of the options, and of keys and
+    values where they are no descriptors) only tell steps apart that have kernels of their own.
     """
 
     def __init__(
         self, arch: str, device: torch.device, device_processors: int, dtype: torch.dtype, shape: torch.Size,
-        shape_kv: torch.Size, strides: tuple[tuple[int, ...], ...], ranges: tuple[int, int],
-        bits: int, kinds: Any, cap: int, t: DecodeTiling, splits: int | None,
+        heads_kv: int, strides: Any, ranges: tuple[int, int], bits: int, kinds: Any, cap: int, t: DecodeTiling,
     ) -> None:  # fmt: skip
         batch, heads_q, len_q, head_dim = shape
-        heads_kv, len_kv = shape_kv[1:3]
-        group, units = heads_q // heads_kv, batch * heads_kv
-        n_rows = len_q * group
-        row_tiles = -(-n_rows // t.rows)
-        row_bytes = 4 * units * n_rows * (head_dim + 2)
-        if splits is None:
-            at_once = device_processors * t.per_processor
-            seen = visible(ranges, len_q, len_kv)
-            splits = min(count_splits(units * row_tiles, seen, at_once), max(cap // row_bytes, 1))
-        self.tiling, self.head_dim, self.splits = t, head_dim, splits
-        self.counts = len_q, len_kv, heads_kv, group, row_tiles, splits, *ranges
-        self.programs = units * row_tiles * splits
-        self.rows = splits * units * n_rows if splits > 1 else 0  # of partial sums
+        self.group, self.units = heads_q // heads_kv, batch * heads_kv
+        self.n_rows = len_q * self.group
+        self.row_tiles = -(-self.n_rows // t.rows)
+        self.most_splits = max(cap // (4 * self.units * self.n_rows * (head_dim + 2)), 1)
+        self.at_once = device_processors * t.per_processor
+        self.tiling, self.head_dim, self.len_q, self.heads_kv, self.ranges = t, head_dim, len_q, heads_kv, ranges
         self.widths, self.tma = cover(head_dim), uses_tma(arch)
-        self.constants = {"D": head_dim, "W1": self.widths[1], "SPLIT": splits > 1, "num_warps": t.warps}
+        self.constants = {"D": head_dim, "W1": self.widths[1], "num_warps": t.warps}
         if not t.hopper:
             self.constants |= {
                 "W0": self.widths[0], "ROWS": t.rows, "BLOCK_N": t.block_n, "FOLD": t.fold, "PRECISE": t.precise,
-                "MODS": bits, "TMA": self.tma, "num_stages": t.stages, **register_limit(t, arch, bits),
+                "MOD_FLAGS": bits, "TMA": self.tma, "num_stages": t.stages, **register_limit(t, arch, bits),
             }  # fmt: skip
         width = 1024 if arch == "interpreter" else 128  # interpreted, a program costs the same whatever its size
         self.combining = {"D": head_dim, "BLOCK_D": width, "CHUNK": 16, "num_warps": 4}
-        self.combine_programs = units * n_rows * -(-head_dim // width)
-        self.launcher = Launcher(device)
-
-    def launch(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
-        mods: tuple[Any, ...], terms: Terms,
-    ) -> None:  # fmt: skip
-        sums = q.new_empty(self.rows * (self.head_dim + 2), dtype=torch.float32)
-        partial, reference, total = sums.split_with_sizes((self.rows * self.head_dim, self.rows, self.rows))
-        t, widths = self.tiling, self.widths
-        query, result = (bind(x, t.rows, self.head_dim, False) for x in (q, out))
-        results = result, partial, reference, total, lse
-        factors = terms.scale_log2, terms.keep_scale
+        self.combine_programs = self.units * self.n_rows * -(-head_dim // width)
+        self.found: dict[Any, Any] = {}  # kernels, see ``Launcher``
+        self.steps: dict[bool, tuple[Any, Any]] = {}  # by whether the keys are split: launches of the two kernels
+        self.kernel: Any = decode_kernels.attend
+        self.describe: Any = None
         if t.hopper:
             from ffpa_jit.triton import decode_hopper
 
-            self.launcher(
-                decode_hopper.attend, self.programs, query,
-                *(decode_hopper.describe(x, cols) for x in (k, v) for cols in widths), *results, *factors,
-                *self.counts, **self.constants,
+            self.kernel, self.describe = decode_hopper.attend, decode_hopper.describe
+
+    def launch(
+        self, launcher: Launcher, tensors: tuple[torch.Tensor, ...], mods: ScoreMods, terms: Terms,
+        splits: int | None,
+    ) -> None:  # fmt: skip
+        q, k, v, out, lse = tensors
+        len_kv = k.shape[2]
+        if splits is None:
+            seen = visible(self.ranges, self.len_q, len_kv)
+            splits = min(count_splits(self.units * self.row_tiles, seen, self.at_once), self.most_splits)
+        n_rows = splits * self.units * self.n_rows if splits > 1 else 0  # of partial sums
+        sums = launcher.scratch((n_rows * (self.head_dim + 2),), torch.float32)
+        counts = self.len_q, len_kv, self.heads_kv, self.group, self.row_tiles, splits, *self.ranges
+        programs = self.units * self.row_tiles * splits
+        steps = None if launcher.records or not self.tma else self.steps.get(splits > 1)
+        if steps is not None:
+            self._again(steps, programs, (q, k, v, out, lse, sums), mods, terms, counts, n_rows)
+            return
+        launcher.share(self.found)
+        t, widths = self.tiling, self.widths
+        partial, row_max, row_sum = sums.split_with_sizes((n_rows * self.head_dim, n_rows, n_rows))
+        query, result = (bind(x, t.rows, self.head_dim, False) for x in (q, out))
+        results = result, partial, row_max, row_sum, lse
+        factors = terms.scale_log2, terms.keep_scale
+        describe = self.describe or (lambda x, cols: bind(x, t.block_n, cols, self.tma))
+        operands = [describe(x, cols) for x in (k, v) for cols in widths]
+        options = () if t.hopper else (mods,)
+        attending = {"SPLIT": splits > 1, **self.constants}
+        launcher(self.kernel, programs, query, *operands, *results, *options, *factors, *counts, **attending)
+        if splits > 1:
+            launcher(
+                decode_kernels.combine, self.combine_programs, *results, terms.keep_scale, self.len_q, self.heads_kv,
+                self.group, splits, **self.combining,
             )  # fmt: skip
-        else:
-            self.launcher(
-                decode_kernels.attend, self.programs, query,
-                *(bind(x, t.block_n, cols, self.tma) for x in (k, v) for cols in widths), *results, mods, *factors,
-                *self.counts, **self.constants,
-            )  # fmt: skip
-        if self.splits > 1:
-            len_q, _, heads_kv, group = self.counts[:4]
-            self.launcher(
-                decode_kernels.combine, self.combine_programs, *results, terms.keep_scale, len_q, heads_kv, group,
-                self.splits, **self.combining,
-            )  # fmt: skip
+        attend = launcher.step(self.kernel, **attending)
+        combine = launcher.step(decode_kernels.combine, **self.combining) if splits > 1 else None
+        if attend is not None and (splits == 1 or combine is not None):
+            self.steps[splits > 1] = attend, combine
+
+    def _again(
+        self, steps: tuple[Any, Any], programs: int, tensors: tuple[torch.Tensor, ...], mods: ScoreMods,
+        terms: Terms, counts: tuple[int, ...], n_rows: int,
+    ) -> None:  # fmt: skip
+        """Launch for another number of keys: the same kernels, by their parameters."""
+        attend, combine = steps
+        q, k, v, out, lse, sums = tensors
+        partial = sums.data_ptr()
+        row_max = partial + 4 * n_rows * self.head_dim
+        results: list[Any] = [*_rows_of(out), partial, row_max, row_max + 4 * n_rows, lse.data_ptr()]
+        leaves: list[Any] = _rows_of(q)
+        boxes = attend.boxes
+        for x, (first, second) in ((k, boxes[:2]), (v, boxes[2:])):
+            described = map_values(x, *first)
+            leaves += described
+            leaves += described if second == first else map_values(x, *second)
+        leaves += results
+        if not self.tiling.hopper:
+            leaves += [x.data_ptr() if isinstance(x, torch.Tensor) else x for x in mods]
+        leaves += [terms.scale_log2, terms.keep_scale, *counts]
+        attend.launch(q.device, programs, leaves)
+        if combine is not None:
+            leaves = [*results, terms.keep_scale, self.len_q, self.heads_kv, self.group, counts[5]]
+            combine.launch(q.device, self.combine_programs, leaves)
 
 
-_calls_like = lru_cache(maxsize=1024)(_Calls)
+def _rows_of(x: torch.Tensor) -> list[Any]:
+    """The values of an operand that is no descriptor, see ``bind``."""
+    b, h, n, _ = x.stride()
+    shape = x.shape
+    return [
+        x.data_ptr(), b // 8 if shape[0] > 1 else 0, h // 8 if shape[1] > 1 else 0, n // 8 if shape[2] > 1 else 0
+    ]  # fmt: skip
+
+
+_step_like = lru_cache(maxsize=1024)(_Step)
 
 
 def register_limit(t: DecodeTiling, arch: str, bits: int) -> dict[str, int]:
@@ -185,8 +223,8 @@ def cover(head_dim: int) -> tuple[int, int]:
     return first, max(1 << (head_dim - first - 1).bit_length(), 64)
 
 
-def modifiers(terms: Terms) -> tuple[tuple[Any, ...], int]:
-    """(mods, MODS) of ``epilogue`` for rows of several heads.
+def modifiers(terms: Terms) -> tuple[ScoreMods, int]:
+    """(mods, MOD_FLAGS) of ``epilogue`` for rows of several heads.
 
     A mask that differs between heads is read row by row, and none by 16 bytes: a kernel for every alignment of a line
     of keys, as it grows, would cost more than the few loads.
@@ -194,6 +232,7 @@ def modifiers(terms: Terms) -> tuple[tuple[Any, ...], int]:
     mods, bits = terms.modifiers
     if bits & _MASK:
         strides = terms.mask_strides
-        mods = (mods[0], *map(opaque, strides), *mods[5:])
+        b, h, q, k = map(encode_unspecialized, strides)
+        mods = mods._replace(mask_stride_b=b, mask_stride_h=h, mask_stride_q=q, mask_stride_k=k)
         bits = (bits & ~_ALIGNED) | (_ROWS if strides[1] else 0)
     return mods, bits

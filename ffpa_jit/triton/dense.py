@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any
+from collections.abc import Callable
 
 import torch
 
 from ffpa_jit.triton import mask_gradient, mask_tiles, rows, score, value
 from ffpa_jit.triton.configs import score_tiling, uses_tma, value_tiling
-from ffpa_jit.triton.launch import Launcher, bind, bind_tiles, launch, operand, processors
+from ffpa_jit.triton.launch import Launcher, bind, bind_tiles, copy, processors
+from ffpa_jit.triton.params import BlockMask
 from ffpa_jit.triton.schedule import TILE, Block, Shape, backward_blocks, forward_blocks, grid_tiles, tiles
-from ffpa_jit.triton.terms import Terms, opaque
+from ffpa_jit.triton.terms import Terms, encode_unspecialized
 
 EXPONENT_WINDOW = {torch.bfloat16: (64, 32), torch.float16: (0, 15)}
 """dtype -> (SHIFT, HEADROOM) of ``score``: where P sits in the exponent range, and how far a score may exceed it."""
 
-FULL, CAUSAL, BAND = 0, 1, 2
-"""SHAPE of ``geometry``."""
+UNMASKED, CAUSAL, LOCAL = 0, 1, 2
+"""MASK_MODE of ``geometry``."""
 
 Gradients = tuple[torch.Tensor | None, ...]
 
@@ -26,20 +27,20 @@ Gradients = tuple[torch.Tensor | None, ...]
 class _Call:
     """What both directions of a call share: sizes, options, and what the attention mask leaves of each tile."""
 
-    def __init__(self, q: torch.Tensor, k: torch.Tensor, terms: Terms, arch: str) -> None:
+    def __init__(self, q: torch.Tensor, k: torch.Tensor, terms: Terms, arch: str, launcher: Launcher) -> None:
         b, h, n, d = q.shape
         self.terms, self.batch, self.heads_q, self.heads_kv = terms, b, h, k.shape[1]
         self.s = shape_of(q, k, terms)
-        self.launch = Launcher(q.device)
+        self.launch = launcher
         self.ptx, self.tma = arch.startswith("sm_"), uses_tma(arch)
         self.mods, bits = terms.modifiers
-        visible = BAND if self.s.banded else CAUSAL if terms.is_causal else FULL
+        visible = LOCAL if self.s.banded else CAUSAL if terms.is_causal else UNMASKED
         self.left, self.right = terms.left, terms.right
-        self.shape = {"SHAPE": visible, "MODS": bits, "TILE": TILE}
+        self.shape = {"MASK_MODE": visible, "MOD_FLAGS": bits, "TILE": TILE}
         self.common = {"D": d, "TMA": self.tma, **self.shape}
-        self.skips = None if terms.attn_mask is None else self._skips(terms.attn_mask, q.device)
+        self.block_mask = None if terms.attn_mask is None else self._block_mask_tables(terms.attn_mask)
 
-    def _skips(self, mask: torch.Tensor, device: torch.device) -> tuple[Any, ...]:
+    def _block_mask_tables(self, mask: torch.Tensor) -> BlockMask:
         """``mask_tiles``' tables, and how a batch, a head and a tile find their line in them."""
         s, strides = self.s, self.terms.mask_strides
         batches = mask.shape[0] if strides[0] else 1
@@ -47,10 +48,10 @@ class _Call:
         m_total, n_tiles = tiles(s.len_q), tiles(s.len_kv)
         m_tiles = m_total if strides[2] else 1
         lines = batches * heads
-        state = torch.empty(lines * m_tiles * n_tiles, device=device, dtype=torch.int8)
-        row_spans = torch.empty((lines, m_tiles, 2), device=device, dtype=torch.int32)
-        key_spans = torch.empty((lines, n_tiles, 2), device=device, dtype=torch.int32)
-        constants = {"MODS": self.shape["MODS"], "num_warps": 4}
+        state = self.launch.scratch((lines * m_tiles * n_tiles,), torch.int8)
+        row_spans = self.launch.scratch((lines, m_tiles, 2), torch.int32)
+        key_spans = self.launch.scratch((lines, n_tiles, 2), torch.int32)
+        constants = {"MOD_FLAGS": self.shape["MOD_FLAGS"], "num_warps": 4}
         self.launch(
             mask_tiles.classify, state.numel(), state, self.mods, s.len_q, s.len_kv, heads, m_tiles, n_tiles,
             TILE=TILE, **constants,
@@ -60,15 +61,24 @@ class _Call:
             lines * m_tiles, m_total, CHUNK=256, **constants,
         )  # fmt: skip
         if heads > 1 and s.group > 1:
-            grouped = key_spans.view(batches, self.heads_kv, s.group, n_tiles, 2)
-            low, end = grouped[..., 0].amin(2, keepdim=True), grouped[..., 1].amax(2, keepdim=True)
-            key_spans = torch.stack((low, end), -1).expand_as(grouped).contiguous()
+            self.launch.call(_join_spans(batches, self.heads_kv, s.group), key_spans)
         mask_b, mask_h = (heads if batches > 1 else 0), int(heads > 1)
-        return state, row_spans, key_spans, *map(opaque, (mask_b, mask_h, m_tiles, n_tiles))
+        return BlockMask(state, row_spans, key_spans, *map(encode_unspecialized, (mask_b, mask_h, m_tiles, n_tiles)))
 
     def place(self, x: Block) -> tuple[int, ...]:
         """Where a block is, as kernels take it."""
         return x.offset, self.left, self.right, x.width
+
+
+def _join_spans(batches: int, heads_kv: int, group: int) -> Callable[[torch.Tensor], None]:
+    """A function that makes the runs over row tiles of all heads of a group those of the group."""
+
+    def join(spans: torch.Tensor) -> None:
+        grouped = spans.view(batches, heads_kv, group, -1, 2)
+        low, end = grouped[..., 0].amin(2, keepdim=True), grouped[..., 1].amax(2, keepdim=True)
+        grouped.copy_(torch.stack((low, end), -1))
+
+    return join
 
 
 def shape_of(q: torch.Tensor, k: torch.Tensor, terms: Terms) -> Shape:
@@ -79,27 +89,35 @@ def shape_of(q: torch.Tensor, k: torch.Tensor, terms: Terms) -> Shape:
 
 
 def forward(
-    query: torch.Tensor, key: torch.Tensor, value_: torch.Tensor, terms: Terms, *, arch: str, cap: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+    query: torch.Tensor, key: torch.Tensor, value_: torch.Tensor, terms: Terms, *, arch: str, cap: int,
+    launcher: Launcher | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Attention output [B, Hq, Nq, D] in the query's layout, and LSE [B, Hq, Nq] (float32, natural logarithm).
 
     ``cap``: bytes of workspace. WorkspaceTooSmallError if it does not hold a row of tiles.
     """
-    out = torch.empty_like(query)
-    lse = query.new_empty(query.shape[:-1], dtype=torch.float32)
-    if out.numel() == 0:
+    launcher = launcher or Launcher(query.device)
+    out = launcher.result_like(query)
+    lse = launcher.result(query.shape[:-1], torch.float32)
+    if out.numel() == 0 or key.shape[2] == 0:
+        launcher.call(nothing_seen, out, lse)
         return out, lse
-    if key.shape[2] == 0:
-        return out.zero_(), lse.fill_(-math.inf)
-    target = operand(out)  # an output whose last stride is not 1 is computed densely and copied
-    run = _Forward(operand(query), operand(key), operand(value_), target, lse, terms, arch, cap)
+    q, k, v = launcher.operand(query), launcher.operand(key), launcher.operand(value_)
+    target = launcher.operand(out)  # an output whose last stride is not 1 is computed densely and copied
+    run = _Forward(q, k, v, target, lse, terms, arch, cap, launcher)
     for block in run.blocks:
         run.score(block)
         run.combine(block)
         run.value(block)
     if target is not out:
-        out.copy_(target)
+        launcher.call(copy, out, target)
     return out, lse
+
+
+def nothing_seen(out: torch.Tensor, lse: torch.Tensor) -> None:
+    """Make these the output and the log-sum-exp of rows that see no key."""
+    out.zero_()
+    lse.fill_(-math.inf)
 
 
 class _Forward(_Call):
@@ -107,18 +125,19 @@ class _Forward(_Call):
 
     def __init__(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
-        terms: Terms, arch: str, cap: int,
+        terms: Terms, arch: str, cap: int, launcher: Launcher,
     ) -> None:  # fmt: skip
-        super().__init__(q, k, terms, arch)
+        super().__init__(q, k, terms, arch, launcher)
         s, self.lse = self.s, lse
         self.shift, self.headroom = EXPONENT_WINDOW[q.dtype]
         self.blocks = forward_blocks(s, cap)
 
         most = max(x.slots * x.heads for x in self.blocks)
-        self.p = q.new_empty((most * TILE, TILE))
-        self.stats = q.new_empty((3, most * TILE), dtype=torch.float32).unbind()
-        self.inverse_sum = q.new_empty(max(x.heads * x.m_tiles for x in self.blocks) * TILE, dtype=torch.float32)
-        self.reference = q.new_empty(s.heads * tiles(s.len_q) * TILE, dtype=torch.float32)
+        self.p = launcher.scratch((most * TILE, TILE), q.dtype)
+        self.stats = launcher.scratch((3, most * TILE), torch.float32).unbind()
+        most_rows = max(x.heads * x.m_tiles for x in self.blocks)
+        self.inverse_sum = launcher.scratch((most_rows * TILE,), torch.float32)
+        self.reference = launcher.scratch((s.heads * tiles(s.len_q) * TILE,), torch.float32)
 
         t = self.narrow = score_tiling(arch, "forward", s.head_dim, terms.kind)
         w = self.wide = value_tiling(arch, "forward", s.head_dim)
@@ -133,8 +152,8 @@ class _Forward(_Call):
     def _row_reference(self) -> None:
         s, t, m_tiles = self.s, self.narrow, tiles(self.s.len_q)
         self.launch(
-            score.row_reference, s.heads * m_tiles,
-            *self.score_operands, self.reference, self.mods, self.skips, self.terms.scale_log2, s.len_q, s.len_kv,
+            score.sample_row_max, s.heads * m_tiles,
+            *self.score_operands, self.reference, self.mods, self.block_mask, self.terms.scale_log2, s.len_q, s.len_kv,
             self.heads_q, s.group, m_tiles, self.left, self.right, BLOCK_K=t.block_k, SHIFT=self.shift,
             **self.common, **t.options(),
         )  # fmt: skip
@@ -144,7 +163,7 @@ class _Forward(_Call):
         programs = grid_tiles(x.m_tiles, x.n_tiles, x.offset, s.causal, t.group_rows, x.width)
         self.launch(
             score.score_forward, x.heads * programs,
-            *self.score_operands, self.p_tile, self.reference, *self.stats, self.mods, self.skips,
+            *self.score_operands, self.p_tile, self.reference, *self.stats, self.mods, self.block_mask,
             self.terms.scale_log2, s.len_q, s.len_kv, x.row_first, x.col_first, x.head_first, self.heads_q, s.group,
             x.m_tiles, x.n_tiles, x.slots, programs, *self.place(x), BLOCK_K=t.block_k, HEADROOM=self.headroom,
             PTX=self.ptx, GROUP_ROWS=t.group_rows, **self.common, **t.options(),
@@ -153,7 +172,7 @@ class _Forward(_Call):
     def combine(self, x: Block) -> None:
         self.launch(
             rows.combine, x.heads * x.m_tiles,
-            self.p, *self.stats, self.inverse_sum, self.lse, self.skips, self.terms.keep_scale, self.s.len_q,
+            self.p, *self.stats, self.inverse_sum, self.lse, self.block_mask, self.terms.keep_scale, self.s.len_q,
             x.row_first, x.head_first, self.heads_q, x.m_tiles, x.n_tiles, x.slots, *self.place(x), CHUNK=16,
             num_warps=4, **self.shape,
         )  # fmt: skip
@@ -162,7 +181,7 @@ class _Forward(_Call):
         s, w = self.s, self.wide
         self.launch(
             value.value_forward, x.heads * x.m_tiles * -(-s.head_dim // w.width),
-            self.p_rows, *self.value_operands, *self.outputs, self.inverse_sum, self.skips, s.len_q, s.len_kv,
+            self.p_rows, *self.value_operands, *self.outputs, self.inverse_sum, self.block_mask, s.len_q, s.len_kv,
             x.row_first, x.col_first, x.head_first, self.heads_q, s.group, x.m_tiles, x.n_tiles, x.slots, x.heads,
             *self.place(x), BLOCK_N=w.block_n, TAIL=w.tail, BLOCK_K=w.block_k, **self.common, **w.options(),
         )  # fmt: skip
@@ -172,29 +191,29 @@ def backward(
     grad_out: torch.Tensor, grad_lse: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor,
     value_: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, terms: Terms, *,
     needs: tuple[bool, bool, bool, bool], arch: str, cap: int, whole_rows: bool = True,
+    launcher: Launcher | None = None,
 ) -> Gradients:  # fmt: skip
     """(dQ, dK, dV, dMask) in the layouts of their inputs; None where ``needs`` is false.
 
     ``whole_rows``: (out, lse) are of these very keys, so that P sums to one; not if they were merged over shards.
     A mask gradient and a softcap do not go together: dS as it is stored has the softcap's slope in it.
     """
+    launcher = launcher or Launcher(query.device)
     inputs = query, key, value_, terms.attn_mask
-    grads = tuple(torch.empty_like(t) if n and t is not None else None for t, n in zip(inputs, needs, strict=True))
+    grads = tuple(launcher.result_like(t) if n and t is not None else None for t, n in zip(inputs, needs, strict=True))
     if not any(grad is not None for grad in grads):
         return grads
     if query.numel() == 0 or key.numel() == 0:
         for grad in grads:
             if grad is not None:
-                grad.zero_()
+                launcher.call(torch.Tensor.zero_, grad)
         return grads
-    run = _Backward(
-        operand(grad_out), grad_lse, operand(query), operand(key), operand(value_), operand(out), lse, grads, terms,
-        arch, cap,
-    )  # fmt: skip
+    do, q, k, v, o = (launcher.operand(x) for x in (grad_out, query, key, value_, out))
+    run = _Backward(do, grad_lse, q, k, v, o, lse, grads, terms, arch, cap, launcher)
     for block in run.blocks:
         run.score(block)
-        if whole_rows and run.need_ds and block.all_keys and not terms.softcap:
-            run.refine(block)
+        if run.need_ds and block.all_keys:
+            run.correct_delta(block, whole_rows and not terms.softcap)
         if block.dq and grads[3] is not None:
             run.mask(block)
         run.value(block)
@@ -202,15 +221,16 @@ def backward(
             run.reduce(block)
     for grad, target in zip(grads, run.targets, strict=False):
         if grad is not None and target is not None and grad is not target:
-            grad.copy_(target)
+            launcher.call(copy, grad, target)
     if grads[3] is not None:
         run.finish_mask(grads[3])
     return grads
 
 
-def _grad_scale(
-    grad_out: torch.Tensor, value_: torch.Tensor, grad_lse: torch.Tensor | None, keep_scale: float = 1.0
-) -> torch.Tensor:
+def grad_scale(
+    launcher: Launcher, grad_out: torch.Tensor, value_: torch.Tensor, grad_lse: torch.Tensor | None,
+    keep_scale: float = 1.0,
+) -> torch.Tensor:  # fmt: skip
     """For every key head [B * Hkv], the power of two that puts its float16 dS near the top of the range, on the device.
 
     ``|Z dP - delta| <= 2 keep_scale |dO row| |V row| + |dlse|``, so with this factor no dS exceeds 2^15, and small
@@ -218,15 +238,22 @@ def _grad_scale(
     have no say: they spoil what depends on them, but not the scale of the rest.
     """
 
-    def largest(x: torch.Tensor) -> torch.Tensor:
-        finite = torch.where(x.isfinite(), x, 0.0)
-        return finite.reshape(value_.shape[0] * value_.shape[1], -1).amax(1)
+    def of(grad_out: torch.Tensor, value_: torch.Tensor, grad_lse: torch.Tensor | None = None) -> torch.Tensor:
+        def largest(x: torch.Tensor) -> torch.Tensor:
+            finite = torch.where(x.isfinite(), x, 0.0)
+            return finite.reshape(value_.shape[0] * value_.shape[1], -1).amax(1)
 
-    norm = functools.partial(torch.linalg.vector_norm, dim=-1, dtype=torch.float32)
-    bound = 2.0 * keep_scale * largest(norm(grad_out)) * largest(norm(value_))
-    if grad_lse is not None:
-        bound = bound + largest(grad_lse.abs())
-    return torch.exp2(torch.floor(15.0 - torch.log2(bound.clamp(2.0**-60, 2.0**60))))
+        norm = functools.partial(torch.linalg.vector_norm, dim=-1, dtype=torch.float32)
+        bound = 2.0 * keep_scale * largest(norm(grad_out)) * largest(norm(value_))
+        if grad_lse is not None:
+            bound = bound + largest(grad_lse.abs())
+        return torch.exp2(torch.floor(15.0 - torch.log2(bound.clamp(2.0**-60, 2.0**60))))
+
+    return launcher.produce(of, grad_out, value_, *(() if grad_lse is None else (grad_lse,)))
+
+
+def _sum_to(grad: torch.Tensor, sums: torch.Tensor) -> None:
+    grad.copy_(sums.sum_to_size(grad.shape))
 
 
 def mask_sum_bytes(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> int:
@@ -247,15 +274,15 @@ class _Backward(_Call):
 
     def __init__(
         self, do: torch.Tensor, grad_lse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-        out: torch.Tensor, lse: torch.Tensor, grads: Gradients, terms: Terms, arch: str, cap: int,
+        out: torch.Tensor, lse: torch.Tensor, grads: Gradients, terms: Terms, arch: str, cap: int, launcher: Launcher,
     ) -> None:  # fmt: skip
-        super().__init__(q, k, terms, arch)
+        super().__init__(q, k, terms, arch, launcher)
         s, tma = self.s, self.tma
         self.device, self.scale, self.scaled = q.device, terms.scale, q.dtype == torch.float16
         self.need_dq, self.need_dk, self.need_dv, need_mask = (g is not None for g in grads)
         self.need_ds = self.need_dq or self.need_dk or need_mask
         # Gradients whose last stride is not 1 are computed densely and copied.
-        self.targets = tuple(None if g is None else operand(g) for g in grads[:3])
+        self.targets = tuple(None if g is None else launcher.operand(g) for g in grads[:3])
 
         t = self.narrow = score_tiling(arch, "backward", s.head_dim, terms.kind)
         w = self.wide = value_tiling(arch, "backward", s.head_dim)
@@ -270,12 +297,12 @@ class _Backward(_Call):
         )  # fmt: skip
         most = max(x.slots * x.heads for x in self.blocks)
         most_ds = most if self.need_ds else 1
-        self.p, self.ds = q.new_empty((most * TILE, TILE)), q.new_empty((most_ds * TILE, TILE))
-        self.row_sums = q.new_empty((2, most_ds * TILE), dtype=torch.float32).unbind()
+        self.p, self.ds = (launcher.scratch((n * TILE, TILE), q.dtype) for n in (most, most_ds))
+        self.row_sums = launcher.scratch((2, most_ds * TILE), torch.float32).unbind()
         self.sums = self._sums()
-        self.grad_lse = None if grad_lse is None else grad_lse.float().contiguous()
-        self.grad_scale = _grad_scale(do, v, self.grad_lse, terms.keep_scale) if self.scaled else None
-        self.lse2, self.delta = self._row_terms(do, out, lse)
+        self.grad_lse = None if grad_lse is None else launcher.contiguous(grad_lse)
+        self.grad_scale = grad_scale(launcher, do, v, self.grad_lse, terms.keep_scale) if self.scaled else None
+        self.lse2, self.delta = self._bwd_preprocess(do, out, lse)
 
         self.score_operands = [bind(x, TILE, t.block_k, tma) for x in (q, k, v, do)]
         self.score_outputs = [bind_tiles(x, TILE, TILE, tma) for x in (self.p, self.ds)]
@@ -293,7 +320,7 @@ class _Backward(_Call):
         sizes = [x.splits * (x.heads // x.heads_per_group) * x.key_tiles for x in self.blocks if x.partial]
         if not sizes:
             return None
-        return torch.empty(2 * max(sizes) * TILE * self.s.head_dim, device=self.device, dtype=torch.float32)
+        return self.launch.scratch((2 * max(sizes) * TILE * self.s.head_dim,), torch.float32)
 
     def _hold_mask(self, grad: torch.Tensor) -> None:
         """What the mask's gradient needs to add up: the lower halves of float32 sums, whose upper halves wait in a
@@ -302,22 +329,23 @@ class _Backward(_Call):
         len_q, len_kv = grad.shape[2:]
         if len_q != s.len_q or len_kv != s.len_kv:
             shape = (self.batch, self.heads_q, 1, s.len_kv) if len_q == 1 else (self.batch, self.heads_q, s.len_q, 1)
-            self.mask_sum = torch.zeros(shape, device=self.device, dtype=torch.float32)
+            self.mask_sum = self.launch.scratch(shape, torch.float32)
+            self.launch.call(torch.Tensor.zero_, self.mask_sum)
             return
-        self.mask_grad = grad = grad if grad.is_contiguous() else grad.new_empty(grad.shape)
-        if self.shape["SHAPE"] != FULL:  # tiles that nobody sees are not visited
-            grad.zero_()
+        self.mask_grad = grad = grad if grad.is_contiguous() else self.launch.scratch(grad.shape, grad.dtype)
+        if self.shape["MASK_MODE"] != UNMASKED:  # tiles that nobody sees are not visited
+            self.launch.call(torch.Tensor.zero_, grad)
         if grad.element_size() == 2:
-            self.mask_sum = torch.empty_like(grad, dtype=torch.int16)
+            self.mask_sum = self.launch.scratch(grad.shape, torch.int16)
 
-    def _row_terms(self, do: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> list[torch.Tensor]:
+    def _bwd_preprocess(self, do: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> list[torch.Tensor]:
         s, m_tiles = self.s, tiles(self.s.len_q)
         height, width = 16, 256
-        terms = torch.empty((2, s.heads * m_tiles * TILE), device=self.device, dtype=torch.float32)
+        terms = self.launch.scratch((2, s.heads * m_tiles * TILE), torch.float32)
         self.launch(
-            rows.row_terms, s.heads * m_tiles * (TILE // height),
-            bind(do, height, width, self.tma), bind(out, height, width, self.tma), lse.contiguous(), self.grad_lse,
-            *terms.unbind(), s.len_q, self.heads_q, m_tiles, D=s.head_dim, BLOCK_D=width,
+            rows.bwd_preprocess, s.heads * m_tiles * (TILE // height),
+            bind(do, height, width, self.tma), bind(out, height, width, self.tma), self.launch.contiguous(lse),
+            self.grad_lse, *terms.unbind(), s.len_q, self.heads_q, m_tiles, D=s.head_dim, BLOCK_D=width,
             HAS_GRAD_LSE=self.grad_lse is not None, ROWS=height, TMA=self.tma, TILE=TILE, num_warps=4,
         )  # fmt: skip
         return list(terms.unbind())
@@ -328,27 +356,27 @@ class _Backward(_Call):
         self.launch(
             score.score_backward, x.heads * programs,
             *self.score_operands, *self.score_outputs, self.lse2, self.delta, *self.row_sums, self.grad_scale,
-            self.mods, self.skips, self.terms.scale_log2, self.terms.keep_scale, s.len_q, s.len_kv, x.row_first,
+            self.mods, self.block_mask, self.terms.scale_log2, self.terms.keep_scale, s.len_q, s.len_kv, x.row_first,
             x.col_first, x.head_first, self.heads_q, s.group, x.m_tiles, x.n_tiles, x.slots, programs,
             *self.place(x), BLOCK_K=t.block_k, STORE_DS=self.need_ds, SCALED=self.scaled, PTX=self.ptx,
             GROUP_ROWS=t.group_rows, **self.common, **t.options(),
         )  # fmt: skip
 
-    def refine(self, x: Block) -> None:
+    def correct_delta(self, x: Block, whole_rows: bool) -> None:
         s = self.s
         self.launch(
-            rows.refine, x.heads * x.m_tiles,
-            self.p, self.ds, *self.row_sums, self.delta, self.grad_lse, self.grad_scale, self.skips,
+            rows.correct_delta, x.heads * x.m_tiles,
+            self.p, self.ds, *self.row_sums, self.delta, self.grad_lse, self.grad_scale, self.block_mask,
             self.terms.keep_scale, s.len_q, x.row_first, x.head_first, self.heads_q, s.group, x.m_tiles, x.n_tiles,
-            x.slots, *self.place(x), HAS_GRAD_LSE=self.grad_lse is not None, SCALED=self.scaled, CHUNK=16,
-            num_warps=4, **self.shape,
+            x.slots, *self.place(x), WHOLE_ROWS=whole_rows, HAS_GRAD_LSE=self.grad_lse is not None,
+            SCALED=self.scaled, CHUNK=16, num_warps=4, **self.shape,
         )  # fmt: skip
 
     def mask(self, x: Block) -> None:
         """Add a block's dS to the mask's gradient."""
         s, grad = self.s, self.mask_grad
         place = (
-            self.grad_scale, self.skips, s.len_q, s.len_kv, x.row_first, x.col_first, x.head_first, self.heads_q,
+            self.grad_scale, self.block_mask, s.len_q, s.len_kv, x.row_first, x.col_first, x.head_first, self.heads_q,
             s.group, x.m_tiles, x.n_tiles, x.slots, x.heads, *self.place(x),
         )  # fmt: skip
         constants = {"SCALED": self.scaled, **self.shape}
@@ -371,9 +399,9 @@ class _Backward(_Call):
     def finish_mask(self, grad: torch.Tensor) -> None:
         if self.mask_grad is None:
             assert self.mask_sum is not None
-            grad.copy_(self.mask_sum.sum_to_size(grad.shape))
+            self.launch.call(_sum_to, grad, self.mask_sum)
         elif grad is not self.mask_grad:
-            grad.copy_(self.mask_grad)
+            self.launch.call(copy, grad, self.mask_grad)
 
     def value(self, x: Block) -> None:
         need_dq = x.dq and self.need_dq
@@ -393,7 +421,7 @@ class _Backward(_Call):
         self.launch(
             value.value_backward, query_programs + key_programs * (need_dk + need_dv),
             *self.value_tiles, *self.value_operands, *self.value_outputs, self.sums, x.key_tiles * TILE,
-            self.grad_scale, self.scale, self.skips, s.len_q, s.len_kv, x.row_first,
+            self.grad_scale, self.scale, self.block_mask, s.len_q, s.len_kv, x.row_first,
             x.col_first, x.head_first, self.heads_q, s.group, x.m_tiles, x.n_tiles, x.slots, x.heads,
             *self.place(x), query_programs, key_programs,
             x.heads_per_group, x.splits, int(queries_first), int(x.previous), BLOCK_N=w.block_n, TAIL=w.tail,
@@ -411,8 +439,8 @@ class _Backward(_Call):
         factors = (self.scale, self.scaled), (1.0, False)
         for sums, target, (scale, scaled) in zip(kinds, self.targets[1:], factors, strict=True):
             if target is not None:
-                launch(
-                    self.device, rows.reduce_partials, groups * (n_rows // height) * -(-s.head_dim // width),
+                self.launch(
+                    rows.reduce_partials, groups * (n_rows // height) * -(-s.head_dim // width),
                     sums, bind(target, height, width, self.tma), self.grad_scale, scale, s.len_kv, n_rows,
                     self.heads_kv, x.head_first // s.group, groups, x.col_first, x.splits, D=s.head_dim,
                     BLOCK_D=width, SCALED=scaled, ROWS=height, TMA=self.tma, num_warps=4,

@@ -9,8 +9,8 @@ import torch
 
 from ffpa_jit.triton import fused_kernels, rows
 from ffpa_jit.triton.configs import fused_tiling, uses_tma
-from ffpa_jit.triton.dense import _grad_scale
-from ffpa_jit.triton.launch import bind, operand
+from ffpa_jit.triton.dense import grad_scale, nothing_seen
+from ffpa_jit.triton.launch import Launcher, bind, copy
 from ffpa_jit.triton.schedule import TILE, tiles
 from ffpa_jit.triton.terms import Terms
 
@@ -18,53 +18,55 @@ Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None,
 
 
 def forward(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, terms: Terms, *, arch: str
-) -> tuple[torch.Tensor, torch.Tensor]:
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, terms: Terms, *, arch: str,
+    launcher: Launcher | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Attention output [B, Hq, Nq, D] in the query's layout, and LSE [B, Hq, Nq] (float32, natural logarithm)."""
-    out = torch.empty_like(query)
-    lse = query.new_empty(query.shape[:-1], dtype=torch.float32)
-    if out.numel() == 0:
+    launcher = launcher or Launcher(query.device)
+    out = launcher.result_like(query)
+    lse = launcher.result(query.shape[:-1], torch.float32)
+    if out.numel() == 0 or key.shape[2] == 0:
+        launcher.call(nothing_seen, out, lse)
         return out, lse
-    if key.shape[2] == 0:
-        return out.zero_(), lse.fill_(-math.inf)
-    target = operand(out)  # an output whose last stride is not 1 is computed densely and copied
-    call = _Call(operand(query), operand(key), terms, arch, "forward")
+    q, k, v = launcher.operand(query), launcher.operand(key), launcher.operand(value)
+    target = launcher.operand(out)  # an output whose last stride is not 1 is computed densely and copied
+    call = _Call(q, k, terms, arch, "forward", launcher)
     t = call.tiling
-    v = operand(value)
-    fused_kernels.fused_forward[(call.query_programs * call.slices,)](
-        call.read(call.q, TILE), call.read(call.k, t.strip), *call.sliced(v, t.strip), *call.sliced(target, TILE), lse,
+    launcher(
+        fused_kernels.fused_forward, call.query_programs * call.slices, call.read(call.q, TILE),
+        call.read(call.k, t.strip), *call.sliced(v, t.strip), *call.sliced(target, TILE), lse,
         terms.scale_log2, terms.keep_scale, *call.counts, call.mods, PTX=call.ptx, **call.widths, **call.common,
     )  # fmt: skip
     if target is not out:
-        out.copy_(target)
+        launcher.call(copy, out, target)
     return out, lse
 
 
 def backward(
     grad_out: torch.Tensor, grad_lse: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor,
     value: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, terms: Terms, *,
-    needs: tuple[bool, bool, bool, bool], arch: str,
+    needs: tuple[bool, bool, bool, bool], arch: str, launcher: Launcher | None = None,
 ) -> Gradients:  # fmt: skip
     """(dQ, dK, dV, dmask) in the layouts of their inputs; None where ``needs`` is false.
 
     dmask has the sizes of the mask: what it broadcasts over with size 1 is summed, in float32.
     """
+    launcher = launcher or Launcher(query.device)
     inputs = (query, key, value, terms.attn_mask)
-    grads = [torch.empty_like(t) if need and t is not None else None for t, need in zip(inputs, needs, strict=True)]
+    grads = [launcher.result_like(t) if need and t is not None else None for t, need in zip(inputs, needs, strict=True)]
     if query.numel() == 0 or key.numel() == 0:
         for grad in grads:
             if grad is not None:
-                grad.zero_()
+                launcher.call(torch.Tensor.zero_, grad)
     elif any(grad is not None for grad in grads):
-        run = _Backward(
-            operand(grad_out), grad_lse, operand(query), operand(key), operand(value), operand(out), lse, terms, arch
-        )
+        do, q, k, v, o = (launcher.operand(x) for x in (grad_out, query, key, value, out))
+        run = _Backward(do, grad_lse, q, k, v, o, lse, terms, arch, launcher)
         for compute, grad in zip((run.query, run.key, run.value), grads[:3], strict=True):
             if grad is not None:
-                target = operand(grad)
+                target = launcher.operand(grad)
                 compute(target)
                 if target is not grad:
-                    grad.copy_(target)
+                    launcher.call(copy, grad, target)
         if grads[3] is not None:
             run.mask(grads[3])
     dq, dk, dv, dmask = grads
@@ -79,8 +81,10 @@ def _plain(terms: Terms) -> bool:
 class _Call:
     """What the kernels of one direction have in common."""
 
-    def __init__(self, q: torch.Tensor, k: torch.Tensor, terms: Terms, arch: str, direction: str) -> None:
-        self.q, self.k = q, k
+    def __init__(
+        self, q: torch.Tensor, k: torch.Tensor, terms: Terms, arch: str, direction: str, launcher: Launcher
+    ) -> None:
+        self.q, self.k, self.launch = q, k, launcher
         batch, heads_q, len_q, head_dim = q.shape
         self.group = heads_q // k.shape[1]
         self.tma, self.ptx = uses_tma(arch), arch.startswith("sm_")
@@ -91,7 +95,7 @@ class _Call:
         self.counts = len_q, k.shape[2], terms.left, terms.right, heads_q, self.group, tiles(len_q)
         self.widths = {"BLOCK_N": t.block_n, "TAIL": t.tail}
         self.common: dict[str, Any] = {
-            "MODS": bits, "D": head_dim, "BLOCK_K": t.block_k, "STRIP": t.strip, "TMA": self.tma, "TILE": TILE,
+            "MOD_FLAGS": bits, "D": head_dim, "BLOCK_K": t.block_k, "STRIP": t.strip, "TMA": self.tma, "TILE": TILE,
             **t.options(),
         }  # fmt: skip
 
@@ -109,37 +113,41 @@ class _Backward(_Call):
 
     def __init__(
         self, do: torch.Tensor, grad_lse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-        out: torch.Tensor, lse: torch.Tensor, terms: Terms, arch: str,
+        out: torch.Tensor, lse: torch.Tensor, terms: Terms, arch: str, launcher: Launcher,
     ) -> None:  # fmt: skip
-        super().__init__(q, k, terms, arch, "backward")
+        super().__init__(q, k, terms, arch, "backward", launcher)
         self.do, self.v, self.terms = do, v, terms
-        grad_lse = None if grad_lse is None else grad_lse.float().contiguous()
+        grad_lse = None if grad_lse is None else launcher.contiguous(grad_lse)
         self.scaled = q.dtype == torch.float16
-        self.grad_scale = None
-        if self.scaled:  # dropout makes dP larger
-            self.grad_scale = _grad_scale(do, v, grad_lse) * 2.0 ** -math.ceil(math.log2(max(terms.keep_scale, 1.0)))
+        # Dropout makes dP larger: by the next power of two, which the scale is one of.
+        larger = 2.0 ** math.ceil(math.log2(max(terms.keep_scale, 1.0)))
+        self.grad_scale = grad_scale(launcher, do, v, grad_lse, larger) if self.scaled else None
         self.factors = terms.scale_log2, terms.keep_scale
-        self.row_terms = self._row_terms(out, lse, grad_lse)
+        self.bwd_preprocess = self._bwd_preprocess(out, lse, grad_lse)
         strip = self.tiling.strip
         # A row tile against a strip of keys, and a strip of rows against a key tile: q, k, v, do.
         self.by_rows = [self.read(x, n) for x, n in ((q, TILE), (k, strip), (v, strip), (do, TILE))]
         self.by_keys = [self.read(x, n) for x, n in ((q, strip), (k, TILE), (v, TILE), (do, strip))]
 
-    def _row_terms(self, out: torch.Tensor, lse: torch.Tensor, grad_lse: torch.Tensor | None) -> list[torch.Tensor]:
+    def _bwd_preprocess(
+        self, out: torch.Tensor, lse: torch.Tensor, grad_lse: torch.Tensor | None
+    ) -> list[torch.Tensor]:
         """LSE in log2 units and delta, both [B * Hq, row tiles * TILE]."""
         batch, heads_q, len_q, head_dim = self.q.shape
         height, width, m_tiles = 16, 256, tiles(len_q)
-        terms = torch.empty((2, batch * heads_q * m_tiles * TILE), device=out.device, dtype=torch.float32).unbind()
-        rows.row_terms[(batch * heads_q * m_tiles * (TILE // height),)](
-            bind(self.do, height, width, self.tma), bind(out, height, width, self.tma), lse.contiguous(), grad_lse,
+        terms = self.launch.scratch((2, batch * heads_q * m_tiles * TILE), torch.float32).unbind()
+        self.launch(
+            rows.bwd_preprocess, batch * heads_q * m_tiles * (TILE // height), bind(self.do, height, width, self.tma),
+            bind(out, height, width, self.tma), self.launch.contiguous(lse), grad_lse,
             *terms, len_q, heads_q, m_tiles, D=head_dim, BLOCK_D=width, HAS_GRAD_LSE=grad_lse is not None,
             ROWS=height, TMA=self.tma, TILE=TILE, num_warps=4,
         )  # fmt: skip
         return list(terms)
 
     def query(self, dq: torch.Tensor) -> None:
-        fused_kernels.fused_query_gradient[(self.query_programs * self.slices,)](
-            *self.by_rows, *self.sliced(self.k, self.tiling.strip), *self.sliced(dq, TILE), *self.row_terms,
+        self.launch(
+            fused_kernels.fused_query_gradient, self.query_programs * self.slices,
+            *self.by_rows, *self.sliced(self.k, self.tiling.strip), *self.sliced(dq, TILE), *self.bwd_preprocess,
             self.grad_scale, self.terms.scale, *self.factors, *self.counts, self.mods, SCALED=self.scaled,
             PTX=self.ptx, **self.widths, **self.common,
         )  # fmt: skip
@@ -152,8 +160,9 @@ class _Backward(_Call):
 
     def _key_side(self, row_side: torch.Tensor, grad: torch.Tensor, factor: float, *, of_value: bool) -> None:
         batch, heads_kv, len_kv, _ = self.k.shape
-        fused_kernels.fused_key_gradient[(batch * heads_kv * tiles(len_kv) * self.slices,)](
-            *self.by_keys, *self.sliced(row_side, self.tiling.strip), *self.sliced(grad, TILE), *self.row_terms,
+        self.launch(
+            fused_kernels.fused_key_gradient, batch * heads_kv * tiles(len_kv) * self.slices,
+            *self.by_keys, *self.sliced(row_side, self.tiling.strip), *self.sliced(grad, TILE), *self.bwd_preprocess,
             self.grad_scale, factor, *self.factors, *self.counts, self.mods, OF_VALUE=of_value,
             SCALED=self.scaled, PTX=self.ptx, **self.widths, **self.common,
         )  # fmt: skip
@@ -162,7 +171,8 @@ class _Backward(_Call):
         batches, heads, len_q, len_kv = dmask.shape
         one_row, one_key = len_q == 1, len_kv == 1
         programs = batches * heads * tiles(len_q) * -(-len_kv // self.tiling.strip)
-        fused_kernels.fused_mask_gradient[(programs,)](
-            *self.by_rows, dmask, *dmask.stride(), *self.row_terms, *self.factors, *self.counts, self.q.shape[0],
+        self.launch(
+            fused_kernels.fused_mask_gradient, programs,
+            *self.by_rows, dmask, *dmask.stride(), *self.bwd_preprocess, *self.factors, *self.counts, self.q.shape[0],
             batches, heads, self.mods, ONE_ROW=one_row, ONE_KEY=one_key, **self.common,
         )  # fmt: skip

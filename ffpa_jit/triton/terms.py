@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-__all__ = ["LEVELS", "UNLIMITED", "Terms", "opaque"]
+from ffpa_jit.triton.params import ScoreMods
+
+__all__ = ["LEVELS", "UNLIMITED", "Terms", "encode_unspecialized"]
 
 LOG2E = math.log2(math.e)
 
@@ -25,7 +26,7 @@ _BOOL, _ADD, _ROWS, _UNIT, _ALIGNED, _SOFTCAP, _DROPOUT, _FIRST = 1, 2, 4, 8, 16
 _SMALLEST_SCALE = 1e-6  # below, a mask in units of unscaled scores may overflow
 
 
-def opaque(n: int) -> int:
+def encode_unspecialized(n: int) -> int:
     """An integer as kernels take it inside a tuple, see ``epilogue.plain``: odd and at least 3.
 
     Triton compiles a kernel for an argument that is 1, or a multiple of 16, and in tuples it cannot be told not to.
@@ -115,8 +116,8 @@ class Terms:
         return b, h, q, k
 
     @functools.cached_property
-    def modifiers(self) -> tuple[tuple[Any, ...], int]:
-        """(mods, MODS) of ``epilogue``."""
+    def modifiers(self) -> tuple[ScoreMods, int]:
+        """(mods, MOD_FLAGS) of ``epilogue``."""
         bits, unit = 0, 1
         strides = self.mask_strides
         mask = self.attn_mask
@@ -132,12 +133,11 @@ class Terms:
             bits |= 0 if self.masked_late else _FIRST
         bits |= _SOFTCAP if self.softcap > 0 else 0
         bits |= _DROPOUT if self.dropout_p > 0 else 0
-        b, h, q, k = strides
+        b, h, q, k = map(encode_unspecialized, (strides[0] // unit, strides[1] // unit, strides[2] // unit, strides[3]))
         if mask is not None and mask.dtype == torch.bool:
             mask = mask.view(torch.uint8)
-        mods = (
-            mask, *map(opaque, (b // unit, h // unit, q // unit, k)), self.softcap * LOG2E,
-            self.rng if self.dropout_p > 0 else None, opaque(self.threshold),
-            1.0 / self.scale if self.scale else 0.0,
+        mods = ScoreMods(
+            mask, b, h, q, k, self.softcap * LOG2E, self.rng if self.dropout_p > 0 else None,
+            encode_unspecialized(self.threshold), 1.0 / self.scale if self.scale else 0.0,
         )  # fmt: skip
         return mods, bits

@@ -21,6 +21,8 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from ffpa_jit.triton import params
+from ffpa_jit.triton.launch import Launcher
 from ffpa_jit.triton.schedule import BACKWARD_ROW_BYTES, FORWARD_ROW_BYTES, TILE, TILE_BYTES, tiles
 from ffpa_jit.triton.terms import UNLIMITED
 
@@ -285,9 +287,9 @@ class Tables:
     task: torch.Tensor = field(init=False)
 
     @property
-    def views(self) -> tuple[torch.Tensor, ...]:
-        """What the score and value kernels read, in the order that ``tables`` names."""
-        return self.head, self.row, self.key, self.chunk, self.low, self.high, self.task
+    def views(self) -> params.Tables:
+        """What the score and value kernels read."""
+        return params.Tables(self.head, self.row, self.key, self.chunk, self.low, self.high, self.task)
 
 
 def _table_sizes(batch: Batch, rounds: Rounds) -> dict[str, int]:
@@ -306,9 +308,10 @@ def fixed_bytes(batch: Batch) -> int:
     return 4 * ((batch.row_tiles + batch.key_tiles) * (RECORD + 1) + 7 * batch.segments + 2 * batch.len_q)
 
 
-def allocate(batch: Batch, rounds: Rounds, device: torch.device) -> Tables:
+def allocate(batch: Batch, rounds: Rounds, launcher: Launcher) -> Tables:
     sizes = _table_sizes(batch, rounds)
-    tables = Tables(torch.zeros(sum(sizes.values()), dtype=torch.int32, device=device), batch.segments + 2)
+    tables = Tables(launcher.scratch((sum(sizes.values()),), torch.int32), batch.segments + 2)
+    launcher.call(torch.Tensor.zero_, tables.memory)
     for name, part in zip(sizes, tables.memory.split(list(sizes.values())), strict=True):
         setattr(tables, name, part)
     return tables

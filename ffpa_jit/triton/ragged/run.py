@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 
 from ffpa_jit.triton import rows
 from ffpa_jit.triton.configs import score_tiling, uses_tma, value_tiling
-from ffpa_jit.triton.dense import EXPONENT_WINDOW, _grad_scale
-from ffpa_jit.triton.launch import Launcher, bind, bind_tiles, launch, operand, processors
+from ffpa_jit.triton.dense import EXPONENT_WINDOW, grad_scale, nothing_seen
+from ffpa_jit.triton.launch import Launcher, bind, bind_tiles, describable, processors
 from ffpa_jit.triton.ragged import kernels, tables, value
 from ffpa_jit.triton.ragged.plan import (
     Batch,
@@ -30,7 +28,7 @@ Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 
 def forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_q: torch.Tensor, cu_k: torch.Tensor, terms: Terms, *,
-    max_q: int, max_k: int, arch: str, cap: int,
+    max_q: int, max_k: int, arch: str, cap: int, launcher: Launcher | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Output [Tq, Hq, D], laid out as ``torch.empty_like(q)``, and LSE [Hq, Tq] (float32, natural logarithm).
 
@@ -40,17 +38,18 @@ def forward(
     Raises:
         DoesNotFitError: the documents are too long for the workspace.
     """
-    out = torch.empty_like(q)
-    lse = q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
-    if out.numel() == 0:
+    launcher = launcher or Launcher(q.device)
+    out = launcher.result_like(q)
+    lse = launcher.result((q.shape[1], q.shape[0]), torch.float32)
+    if out.numel() == 0 or k.shape[0] == 0:
+        launcher.call(nothing_seen, out, lse)
         return out, lse
-    if k.shape[0] == 0:
-        return out.zero_(), lse.fill_(-math.inf)
-    target = operand(_view(out))
-    call = _Forward(_view(q), _view(k), _view(v), target, lse, cu_q, cu_k, terms, max_q, max_k, arch, cap)
+    target = _operand(launcher, out)
+    query, key, value = (_operand(launcher, x) for x in (q, k, v))
+    call = _Forward(query, key, value, target, lse, cu_q, cu_k, terms, max_q, max_k, arch, cap, launcher)
     call.run()
     if target.data_ptr() != out.data_ptr():
-        out.copy_(target[0].transpose(0, 1))
+        launcher.call(_store, out, target)
     return out, lse
 
 
@@ -58,40 +57,55 @@ def backward(
     do: torch.Tensor, grad_lse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
     out: torch.Tensor, lse: torch.Tensor, cu_q: torch.Tensor, cu_k: torch.Tensor, terms: Terms, *,
     needs: tuple[bool, bool, bool], max_q: int, max_k: int, arch: str, cap: int, whole_rows: bool = True,
+    launcher: Launcher | None = None,
 ) -> Gradients:  # fmt: skip
     """(dQ, dK, dV), laid out as ``torch.empty_like`` of the inputs; None where ``needs`` is false. See ``forward``."""
-    grads = tuple(torch.empty_like(x) if need else None for x, need in zip((q, k, v), needs, strict=True))
+    launcher = launcher or Launcher(q.device)
+    grads = tuple(launcher.result_like(x) if need else None for x, need in zip((q, k, v), needs, strict=True))
     dq, dk, dv = grads
     if q.numel() == 0 or k.numel() == 0:
         for grad in grads:
             if grad is not None:
-                grad.zero_()
+                launcher.call(torch.Tensor.zero_, grad)
         return dq, dk, dv
     if not any(needs):
         return dq, dk, dv
-    targets = tuple(None if grad is None else operand(_view(grad)) for grad in grads)
+    targets = tuple(None if grad is None else _operand(launcher, grad) for grad in grads)
+    grad_out, query, key, value, output = (_operand(launcher, x) for x in (do, q, k, v, out))
     call = _Backward(
-        _view(do), grad_lse, _view(q), _view(k), _view(v), _view(out), lse, targets, cu_q, cu_k, terms, max_q, max_k,
-        arch, cap,
+        grad_out, grad_lse, query, key, value, output, lse, targets, cu_q, cu_k, terms, max_q, max_k, arch, cap,
+        launcher,
     )  # fmt: skip
     call.whole_rows = whole_rows
     call.run()
     for grad, target in zip(grads, targets, strict=True):
         if grad is not None and target is not None and target.data_ptr() != grad.data_ptr():
-            grad.copy_(target[0].transpose(0, 1))
+            launcher.call(_store, grad, target)
     return dq, dk, dv
 
 
-def _view(x: torch.Tensor) -> torch.Tensor:
-    """[T, H, D] as [1, H, T, D]."""
-    return x.transpose(0, 1)[None]
+def _operand(launcher: Launcher, x: torch.Tensor) -> torch.Tensor:
+    """[T, H, D] as [1, H, T, D] that kernels can address: a view, or a copy."""
+    view = x.transpose(0, 1)[None]
+    return launcher.view(view, x) if describable(view) else launcher.produce(_copied, x)
 
 
-def fill(b: Batch, r: Rounds, cu_q: torch.Tensor, cu_k: torch.Tensor, *, interpreted: bool) -> Tables:
+def _copied(x: torch.Tensor) -> torch.Tensor:
+    return x.transpose(0, 1)[None].clone(memory_format=torch.contiguous_format)
+
+
+def _store(target: torch.Tensor, source: torch.Tensor) -> None:
+    """What ``_operand`` made of a result, back into it."""
+    target.copy_(source[0].transpose(0, 1))
+
+
+def fill(
+    launcher: Launcher, b: Batch, r: Rounds, cu_q: torch.Tensor, cu_k: torch.Tensor, *, interpreted: bool
+) -> Tables:
     """The tables of a call, but for what ``expand`` adds for each chunk."""
-    t = allocate(b, r, cu_q.device)
-    launch(
-        cu_q.device, tables.scan, 1,
+    t = allocate(b, r, launcher)
+    launcher(
+        tables.scan, 1,
         cu_q, cu_k, t.head, t.row_marks, t.key_marks, t.segment, t.row, t.key, t.chunk, t.segments,
         b.docs, b.len_q, b.len_k, b.max_q, b.max_k, b.short, b.window, b.left, b.right, UNLIMITED, r.group_rows,
         r.cut_above, int(r.fenced), r.chunks, r.stride, b.row_tiles.bit_length() if r.chunks > 1 else 0,
@@ -115,13 +129,13 @@ class _Call:
 
     def __init__(
         self, q: torch.Tensor, k: torch.Tensor, cu_q: torch.Tensor, cu_k: torch.Tensor, terms: Terms, max_q: int,
-        max_k: int, arch: str,
+        max_k: int, arch: str, launcher: Launcher,
     ) -> None:  # fmt: skip
         _, self.heads, self.len_q, self.head_dim = q.shape
         self.heads_kv, self.len_k = k.shape[1], k.shape[2]
         self.group = self.heads // self.heads_kv
         self.device, self.terms, self.cu = q.device, terms, (cu_q, cu_k)
-        self.launch = Launcher(q.device)
+        self.launch = launcher
         self.padded = -(-self.len_q // TILE) * TILE
         self.batch = Batch(
             cu_q.shape[0] - 1, self.len_q, self.len_k, max_q, max_k, terms.left, terms.right,
@@ -132,12 +146,12 @@ class _Call:
         self.ptx, self.tma, self.interpreted = arch.startswith("sm_"), uses_tma(arch), arch == "interpreter"
         self.mods, bits = terms.modifiers
         self.common = {"D": self.head_dim, "TMA": self.tma, "TILE": TILE}
-        self.score_options = {"MODS": bits, "PTX": self.ptx}
+        self.score_options = {"MOD_FLAGS": bits, "PTX": self.ptx}
         # See ``value``. Without TMA, documents meet in packed segments only.
         self.variants = (False, True) if self.tma or self.batch.pack else (False,)
 
     def plan(self) -> None:
-        self.tables = fill(self.batch, self.rounds, *self.cu, interpreted=self.interpreted)
+        self.tables = fill(self.launch, self.batch, self.rounds, *self.cu, interpreted=self.interpreted)
 
     def expand(self, c: int) -> None:
         expand(self.launch, self.tables, self.batch, self.rounds, *self.cu, c)
@@ -146,8 +160,8 @@ class _Call:
         """Look at the rows of [1, H, T, D] beside the segments; for TMA only, whose loads know no segments."""
         if self.tma:
             t, length = self.tables, x.shape[2]
-            launch(
-                self.device, kernels.inspect, self.batch.segments * x.shape[1],
+            self.launch(
+                kernels.inspect, self.batch.segments * x.shape[1],
                 bind(x, 0, 1, False), t.head, t.segment, t.segments, length, x.shape[1], D=self.head_dim, EDGE=edge,
                 BLOCK_D=128, SIDE=side, num_warps=4,
             )  # fmt: skip
@@ -175,9 +189,9 @@ class _Forward(_Call):
     def __init__(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
         cu_q: torch.Tensor, cu_k: torch.Tensor, terms: Terms, max_q: int, max_k: int, arch: str, cap: int,
+        launcher: Launcher,
     ) -> None:  # fmt: skip
-        super().__init__(q, k, cu_q, cu_k, terms, max_q, max_k, arch)
-        q, k, v = operand(q), operand(k), operand(v)
+        super().__init__(q, k, cu_q, cu_k, terms, max_q, max_k, arch, launcher)
         t = self.narrow = score_tiling(arch, "forward", self.head_dim)
         w = self.wide = value_tiling(arch, "forward", self.head_dim)
         left = cap - fixed_bytes(self.batch) - self.heads * self.padded * 4
@@ -185,10 +199,10 @@ class _Forward(_Call):
         self.plan()
 
         self.lse = lse
-        self.p = q.new_empty((r.together * r.slots * TILE, TILE))
-        self.stats = q.new_empty((3, r.together * r.slots * TILE), dtype=torch.float32).unbind()
-        self.inverse_sum = q.new_empty(r.together * r.rows * TILE, dtype=torch.float32)
-        self.reference = q.new_empty(self.heads * self.padded, dtype=torch.float32)
+        self.p = launcher.scratch((r.together * r.slots * TILE, TILE), q.dtype)
+        self.stats = launcher.scratch((3, r.together * r.slots * TILE), torch.float32).unbind()
+        self.inverse_sum = launcher.scratch((r.together * r.rows * TILE,), torch.float32)
+        self.reference = launcher.scratch((self.heads * self.padded,), torch.float32)
         self.score_operands = bind(q, TILE, t.block_k, self.tma), bind(k, TILE, t.block_k, self.tma)
         self.p_tile = bind_tiles(self.p, TILE, TILE, self.tma)
         columns = w.block_n, w.tail
@@ -220,7 +234,7 @@ class _Forward(_Call):
             self.launch(
                 value.value_forward, self.grid(programs, rescue),
                 *self.value_operands, self.tables.views, self.inverse_sum, head_first, sets, self.group, c,
-                BLOCK_N=w.block_n, TAIL=0 if rescue else w.tail, BLOCK_K=w.block_k, RESCUE=rescue, **self.common,
+                BLOCK_N=w.block_n, TAIL=0 if rescue else w.tail, BLOCK_K=w.block_k, NONFINITE=rescue, **self.common,
                 **w.options(),
             )  # fmt: skip
 
@@ -234,10 +248,9 @@ class _Backward(_Call):
     def __init__(
         self, do: torch.Tensor, grad_lse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
         out: torch.Tensor, lse: torch.Tensor, targets: tuple[torch.Tensor | None, ...], cu_q: torch.Tensor,
-        cu_k: torch.Tensor, terms: Terms, max_q: int, max_k: int, arch: str, cap: int,
+        cu_k: torch.Tensor, terms: Terms, max_q: int, max_k: int, arch: str, cap: int, launcher: Launcher,
     ) -> None:  # fmt: skip
-        super().__init__(q, k, cu_q, cu_k, terms, max_q, max_k, arch)
-        q, k, v, do, out = (operand(x) for x in (q, k, v, do, out))
+        super().__init__(q, k, cu_q, cu_k, terms, max_q, max_k, arch, launcher)
         self.need_dq, self.need_dk, self.need_dv = (x is not None for x in targets)
         self.need_ds = self.need_dq or self.need_dk
         self.scaled = q.dtype == torch.float16
@@ -252,13 +265,14 @@ class _Backward(_Call):
 
         most = r.together * r.heads * r.slots
         most_ds = most if self.need_ds else 1
-        self.p, self.ds = q.new_empty((most * TILE, TILE)), q.new_empty((most_ds * TILE, TILE))
-        self.row_sums = q.new_empty((2, most_ds * TILE), dtype=torch.float32).unbind()
+        self.p, self.ds = (launcher.scratch((n * TILE, TILE), q.dtype) for n in (most, most_ds))
+        self.row_sums = launcher.scratch((2, most_ds * TILE), torch.float32).unbind()
         by_key = part_bytes if r.parts > 1 else sum_bytes
-        self.sums = q.new_empty(by_key(self.batch, self.head_dim) // 4, dtype=torch.float32) if r.partial else None
-        self.grad_lse = None if grad_lse is None else grad_lse.float().contiguous()
-        self.grad_scale = _grad_scale(do, v, self.grad_lse, terms.keep_scale) if self.scaled else None
-        self.lse2, self.delta = self._row_terms(do, out, lse)
+        sums = by_key(self.batch, self.head_dim) // 4
+        self.sums = launcher.scratch((sums,), torch.float32) if r.partial else None
+        self.grad_lse = None if grad_lse is None else launcher.contiguous(grad_lse)
+        self.grad_scale = grad_scale(launcher, do, v, self.grad_lse, terms.keep_scale) if self.scaled else None
+        self.lse2, self.delta = self._bwd_preprocess(do, out, lse)
 
         self.score_operands = [bind(x, TILE, t.block_k, self.tma) for x in (q, k, v, do)]
         self.score_outputs = [bind_tiles(x, TILE, TILE, self.tma) for x in (self.p, self.ds)]
@@ -277,13 +291,13 @@ class _Backward(_Call):
         if self.need_dv:
             self.inspect(do, w.block_k, 0)
 
-    def _row_terms(self, do: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> list[torch.Tensor]:
+    def _bwd_preprocess(self, do: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> list[torch.Tensor]:
         height, width = 16, 256
-        terms = torch.empty((2, self.heads * self.padded), device=self.device, dtype=torch.float32)
+        terms = self.launch.scratch((2, self.heads * self.padded), torch.float32)
         self.launch(
-            rows.row_terms, self.heads * (self.padded // height),
-            bind(do, height, width, self.tma), bind(out, height, width, self.tma), lse.contiguous(), self.grad_lse,
-            *terms.unbind(), self.len_q, self.heads, self.padded // TILE, D=self.head_dim, BLOCK_D=width,
+            rows.bwd_preprocess, self.heads * (self.padded // height),
+            bind(do, height, width, self.tma), bind(out, height, width, self.tma), self.launch.contiguous(lse),
+            self.grad_lse, *terms.unbind(), self.len_q, self.heads, self.padded // TILE, D=self.head_dim, BLOCK_D=width,
             HAS_GRAD_LSE=self.grad_lse is not None, ROWS=height, TMA=self.tma, TILE=TILE, num_warps=4,
         )  # fmt: skip
         return list(terms.unbind())
@@ -298,12 +312,12 @@ class _Backward(_Call):
             self.tables.task.shape[0] // 2, BLOCK_K=t.block_k, STORE_DS=self.need_ds, SCALED=self.scaled,
             **self.score_options, **self.common, **t.options(),
         )  # fmt: skip
-        # With a softcap, dS as it is stored has the cap's slope in it.
-        if self.whole_rows and self.need_ds and not self.terms.softcap:
+        if self.need_ds:
             self.launch(
-                kernels.refine, sets * r.heads * r.rows,
+                kernels.correct_delta, sets * r.heads * r.rows,
                 self.p, self.ds, views, *self.row_sums, self.delta, self.grad_lse, self.grad_scale, *place, self.padded,
-                self.len_q, c, MODS=self.score_options["MODS"], HAS_GRAD_LSE=self.grad_lse is not None,
+                self.len_q, c, MOD_FLAGS=self.score_options["MOD_FLAGS"],
+                WHOLE_ROWS=self.whole_rows and not self.terms.softcap, HAS_GRAD_LSE=self.grad_lse is not None,
                 SCALED=self.scaled, CHUNK=16, TILE=TILE, num_warps=4,
             )  # fmt: skip
         w = self.wide
@@ -317,6 +331,6 @@ class _Backward(_Call):
                 *self.value_operands, self.tables.views, self.sums, sum_rows, self.grad_scale,
                 self.terms.scale, self.terms.keep_scale, *place, part, c, self.batch.left, self.batch.right,
                 BLOCK_N=w.block_n, TAIL=0 if rescue else w.tail, BLOCK_K=w.block_k, NEED_DQ=self.need_dq,
-                NEED_DK=self.need_dk, NEED_DV=self.need_dv, PARTIAL=r.partial, SCALED=self.scaled, RESCUE=rescue,
+                NEED_DK=self.need_dk, NEED_DV=self.need_dv, PARTIAL=r.partial, SCALED=self.scaled, NONFINITE=rescue,
                 **self.common, **w.options(),
             )  # fmt: skip
