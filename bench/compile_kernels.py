@@ -67,17 +67,21 @@ def resources(kernel: Any) -> tuple[int, int]:
     import triton
 
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+
+    def read(flag: str) -> str:
+        return subprocess.run([str(tool), flag, str(cubin)], capture_output=True, text=True, check=True).stdout
+
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder, "kernel.cubin")
         cubin.write_bytes(kernel.asm["cubin"])
-        usage, code = (
-            subprocess.run([str(tool), flag, str(cubin)], capture_output=True, text=True, check=True).stdout
-            for flag in ("--dump-resource-usage", "--dump-sass")
-        )
-    registers = re.search(r"REG:(\d+)", usage)
-    if registers is None:
-        raise RuntimeError(f"cannot read the resource usage: {usage}")
-    return int(registers[1]), len(re.findall(r"\bLDL", code))
+        usage = read("--dump-resource-usage")
+        found = re.search(r"REG:(\d+) STACK:(\d+) \S+ LOCAL:(\d+)", usage)
+        if found is None:
+            raise RuntimeError(f"cannot read the resource usage: {usage}")
+        registers, *local = map(int, found.groups())
+        # Disassembling takes a hundred times as long, and a kernel without local memory cannot reload from it.
+        reloads = len(re.findall(r"\bLDL", read("--dump-sass"))) if any(local) else 0
+    return registers, reloads
 
 
 def judge(arch: str, head_dim: int, dtype: torch.dtype, is_causal: bool, splits: bool) -> list[Compiled]:

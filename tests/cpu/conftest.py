@@ -23,7 +23,19 @@ for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):  # small products: thr
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
+from tests.cpu import interpreter  # noqa: E402
+from tests.cpu.forking import Forking  # noqa: E402
+
+interpreter.speed_up()
+
 ROOT = Path(__file__).resolve().parents[2]
+LONG = ("compile_matrix", "fused_interpreter", "cute_compile", "cuda_kernels", "decode_compile", "triton_offline")
+"""Tests of ten seconds and more are in these files."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What takes long first, so that no worker is left with it at the end."""
+    items.sort(key=lambda item: item.path.stem.removeprefix("test_") not in LONG)
 
 
 @pytest.fixture(scope="session")
@@ -71,6 +83,14 @@ def run_program(
     )
     assert done.returncode == 0, done.stdout[-2500:] + done.stderr[-3000:]
     return done.stdout
+
+
+_forking = Forking(TRITON_INTERPRET=None)
+
+
+def run_compiling(*arguments: str, timeout: float = 600) -> str:
+    """The same for a program that imports torch and compiles with Triton, without the imports' time."""
+    return _forking.run(*arguments, timeout=timeout)
 
 
 def in_threads(count: int, work: Callable[[], object]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ffpa_jit.problem import Problem, Refusal
+from ffpa_jit.problem import AttentionParams, Problem, Refusal
 
 
 class Refusing:
@@ -21,7 +21,7 @@ class Refusing:
             Refusal("device", f"the tensors are on a {problem.device_type} device; CUDA's kernels run on NVIDIA GPUs")
         ]
 
-    def estimate(self, problem: Problem) -> float:
+    def predict_us(self, problem: Problem) -> float:
         return 1.0
 
 
@@ -113,8 +113,52 @@ class FakeCUDA:
                 grad[where] = part[0].transpose(0, 1)
         return tuple(grad if need else None for grad, need in zip(grads, needs, strict=True))
 
-    def estimate(self, problem: Problem) -> float:
+    def predict_us(self, problem: Problem) -> float:
         return 1.0
+
+    def plan_forward(self, params: AttentionParams, options: Any, wants_lse: bool) -> Any:
+        """`forward` and `varlen_forward`, with the options of a plan as keywords."""
+        keywords = _keywords(params, options)
+
+        def forward(query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, rng: Any = None) -> Any:
+            return self.forward(query, key, value, attn_mask=attn_mask, rng=rng, **keywords)
+
+        def varlen_forward(
+            query: Tensor, key: Tensor, value: Tensor, cu_q: Tensor, cu_k: Tensor, rng: Any, max_q: int, max_k: int
+        ) -> Any:
+            return self.varlen_forward(
+                query, key, value, cu_q, cu_k, max_seqlen_q=max_q, max_seqlen_k=max_k, rng=rng, **keywords
+            )
+
+        return varlen_forward if params.varlen else forward
+
+    def plan_backward(self, params: AttentionParams, options: Any, needs: tuple[bool, ...]) -> Any:
+        keywords = _keywords(params, options)
+
+        def backward(
+            grad_out: Tensor, grad_lse: Any, query: Tensor, key: Tensor, value: Tensor, attn_mask: Any, rng: Any,
+            out: Tensor, lse: Tensor,
+        ) -> Any:  # fmt: skip
+            return self.backward(
+                grad_out, grad_lse, query, key, value, out, lse, needs=needs, attn_mask=attn_mask, rng=rng, **keywords
+            )
+
+        def varlen_backward(
+            grad_out: Tensor, grad_lse: Any, query: Tensor, key: Tensor, value: Tensor, cu_q: Tensor, cu_k: Tensor,
+            rng: Any, out: Tensor, lse: Tensor, max_q: int, max_k: int,
+        ) -> Any:  # fmt: skip
+            return self.varlen_backward(
+                grad_out, grad_lse, query, key, value, out, lse, cu_q, cu_k, max_seqlen_q=max_q, max_seqlen_k=max_k,
+                needs=needs, rng=rng, **keywords,
+            )  # fmt: skip
+
+        return varlen_backward if params.varlen else backward
+
+
+def _keywords(params: AttentionParams, options: Any) -> dict[str, Any]:
+    keywords = params._asdict()
+    del keywords["varlen"]
+    return {**keywords, "options": options}
 
 
 class FakeTriton(FakeCUDA):

@@ -483,16 +483,16 @@ def test_a_bad_entry_in_a_read_only_root_is_passed_over_and_left_alone(tmp_path,
 def test_a_good_entry_that_replaced_the_bad_one_meanwhile_is_not_thrown_away(cache, tmp_path, monkeypatch):
     entry = get(cache)
     _damage_flipped(entry.path)
-    load = cache_module.Store._look.__globals__["load"]
+    load = cache_module.Roots._look.__globals__["load"]
 
     def slow(path, root, read_only, **kwargs):
         try:
             return load(path, root, read_only, **kwargs)
         finally:  # judged; before it is moved away somebody else does all of this
-            monkeypatch.setattr("ffpa_jit.cache.store.load", load)
+            monkeypatch.setattr("ffpa_jit.cache.roots.load", load)
             get(Cache(tmp_path / "root"))
 
-    monkeypatch.setattr("ffpa_jit.cache.store.load", slow)
+    monkeypatch.setattr("ffpa_jit.cache.roots.load", slow)
     assert cache.find(KEY) is None
     assert get(cache, build=never).artefact.read_bytes() == GOOD
 

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 
 from ffpa_jit import dispatch, explain, ffpa_attn_func, registry
 from ffpa_jit.problem import Problem, Refusal, UnavailableError
+from tests.cases.shapes import Shape, make
 from tests.cpu.fakes import FakeCUDA, Refusing
-from tests.shapes import Shape, make
 
 SDPA = F.scaled_dot_product_attention
 HALF = torch.float16
@@ -41,7 +41,7 @@ class _Estimating:
     def refusals(self, problem, options, *, direction):
         return []
 
-    def estimate(self, problem):
+    def predict_us(self, problem):
         return self.microseconds
 
 
@@ -55,30 +55,32 @@ def _gpu_problem(**changes) -> Problem:
 
 
 @pytest.mark.parametrize(("triton", "cuda", "runs"), [(300.0, 50.0, "cuda"), (50.0, 300.0, "triton"), (9, 9, "triton")])
-def test_of_two_willing_backends_the_faster_runs_and_with_gradients_the_first(triton, cuda, runs):
+def test_of_two_candidates_the_faster_runs_with_gradients_as_without(triton, cuda, runs):
     with (
         registry.replaced("triton", _Estimating("triton", triton)),
         registry.replaced("cuda", _Estimating("cuda", cuda)),
     ):
-        assert dispatch.plan(_gpu_problem(), None, None).forward == runs
-        assert dispatch.plan(_gpu_problem(needs_grad=True), None, None).forward == "triton"
+        assert dispatch.choose(_gpu_problem(), None, None).forward == runs
+        assert dispatch.choose(_gpu_problem(needs_grad=True), None, None).forward == runs
 
 
 @pytest.mark.parametrize(
     ("changes", "runs"),
     [
-        ({}, "cuda"),  # decoding: the group shares a tile
+        ({}, "triton"),
+        ({"batch": 8}, "triton"),  # a decoding step whose keys take the memory longer than the launches the host
         ({"len_q": 8192}, "triton"),
         ({"len_q": 8192, "len_kv": 8192, "heads_q": 2}, "triton"),
-        ({"len_q": 64, "len_kv": 64, "heads_q": 2}, "sdpa"),
+        ({"len_q": 64, "len_kv": 64, "heads_q": 2}, "triton"),  # one launch, on either
+        ({"len_q": 512, "len_kv": 512}, "cuda"),  # one launch instead of four
     ],
 )
-def test_the_estimates_send_decoding_to_cuda_and_long_queries_to_triton(changes, runs, monkeypatch):
+def test_what_the_predictions_choose_and_no_call_is_too_small_for_a_kernel(changes, runs, monkeypatch):
     from ffpa_jit.cuda import backend
 
     monkeypatch.setattr(backend, "_out_of_reach", lambda *arguments: None)
     with registry.replaced("cuda", backend.BACKEND):
-        assert dispatch.plan(_gpu_problem(**changes), None, None).forward == runs
+        assert dispatch.choose(_gpu_problem(**changes), None, None).forward == runs
 
 
 def test_no_heads_and_nearly_certain_dropout_are_planned_without_an_error(monkeypatch):
@@ -86,10 +88,10 @@ def test_no_heads_and_nearly_certain_dropout_are_planned_without_an_error(monkey
 
     monkeypatch.setattr(backend, "_out_of_reach", lambda *arguments: None)
     with registry.replaced("cuda", backend.BACKEND), registry.replaced("triton", Refusing()):
-        assert dispatch.plan(_gpu_problem(heads_q=0, heads_kv=0), None, None).forward in ("cuda", "triton", "sdpa")
-        assert dispatch.plan(_gpu_problem(dropout_p=0.9999), None, None).forward == "cuda"
+        assert dispatch.choose(_gpu_problem(heads_q=0, heads_kv=0), None, None).forward in ("cuda", "triton", "sdpa")
+        assert dispatch.choose(_gpu_problem(dropout_p=0.9999), None, None).forward == "cuda"
         for certain in (0.99999, 0.999999999, 1.0):
-            assert dispatch.plan(_gpu_problem(dropout_p=certain), None, None).forward == "sdpa"
+            assert dispatch.choose(_gpu_problem(dropout_p=certain), None, None).forward == "sdpa"
 
 
 class _Broken(FakeCUDA):

@@ -9,19 +9,24 @@ import subprocess
 import sys
 import tarfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import click
 import pytest
 from click.testing import CliRunner
 
-from ffpa_jit import problem, registry
+from ffpa_jit import plan_table, problem
 from ffpa_jit.cache import Built, Key, default_cache
 from ffpa_jit.cli import main
-from ffpa_jit.cuda import backend as cuda_backend
+from ffpa_jit.cuda import kernels
+from ffpa_jit.cuda.instantiate import spec_for
+from ffpa_jit.cute.backend import CuTeKernels
 from ffpa_jit.toolchain import Nvrtc
+from ffpa_jit.triton.backend import TritonKernels
 from tests.cpu.conftest import ROOT, run_python
 
 warming = importlib.import_module("ffpa_jit.warm")
+SPEC = {"arch": "sm_90", "head_dim": 512, "dtype": "bfloat16", "acc": "f32", "stages": 2}
 
 
 @pytest.fixture(autouse=True)
@@ -52,14 +57,11 @@ def compiled(monkeypatch):
     """Nothing is compiled: what would be is noted, and fails where its name holds a word of the list returned."""
     units, bad = [], []
 
-    def pretend(asked, mode):
-        units.extend(asked)
-        return [
-            warming.Result(unit.backend, unit.name, "failed", 1.0, None, "ptxas: error")
-            if any(word in unit.name for word in bad)
-            else warming.Result(unit.backend, unit.name, "planned" if mode == "look" else "built", 1.5, "/cache/x")
-            for unit in asked
-        ], ["the disk is slow"]
+    def pretend(unit):
+        units.append(unit)
+        if any(word in unit.name for word in bad):
+            return warming.Result(unit.backend, unit.name, "failed", 1.0, None, "ptxas: error"), ["the disk is slow"]
+        return warming.Result(unit.backend, unit.name, "built", 1.5, "/cache/x"), ["the disk is slow"]
 
     monkeypatch.setattr(warming, "_in_process", pretend)
     return units, bad
@@ -108,9 +110,9 @@ def test_warm_as_json(compiled):
         (("--headdim", "512", "--dtype", "fp32"), "float16"),
         (("--headdim", "512", "--acc", "f16"), "acc='f16' needs float16 inputs"),
         (("--headdim", "512", "--stages", "9"), "choose 1, 2, 3 or 4"),
-        (("--headdim", "512", "--backend", "numpy"), "choose of cuda, triton, cutedsl"),
-        (("--headdim", "512", "--arch", "sm_75"), "CUDA: sm_80, sm_86"),
-        (("--headdim", "512", "--arch", "sm90"), "; Triton: sm_80, sm_87"),
+        (("--headdim", "512", "--backend", "numpy"), "choose of triton, cuda, cutedsl"),
+        (("--headdim", "512", "--arch", "sm_75"), "; arch='sm_75' has no CUDA kernel; choose one of sm_80, sm_86"),
+        (("--headdim", "512", "--arch", "sm90"), "arch='sm90' has no Triton kernels; choose one of sm_80, sm_87"),
         (("--headdim", "512", "--jobs", "0"), "x>=1"),
         (("--headdim", "512", "--frobnicate"), "No such option"),
     ],
@@ -127,8 +129,8 @@ def test_without_a_gpu_an_architecture_is_asked_for(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     done = run("warm", "--headdim", "512")
     assert done.exit_code == 2
-    assert done.stderr.strip().endswith("there is no GPU here to compile for; name an architecture: --arch sm_90")
-    with pytest.raises(ValueError, match="arch='sm_90'"):
+    assert "there is no GPU here to compile for; name an architecture such as sm_90" in " ".join(done.stderr.split())
+    with pytest.raises(ValueError, match="--arch"):
         warming.warm(512)
 
 
@@ -145,10 +147,11 @@ def test_warm_takes_one_value_or_several(compiled):
     ], "in the order of the arguments, whatever finished first"
 
 
-def test_a_dry_run_in_its_process_finds_nothing_and_leaves_nothing(tmp_path):
-    results = warming.warm(512, arch="sm_90", backend="cuda", dry_run=True)
-    assert [result.how for result in results] == ["planned"]
-    assert not (tmp_path / "cache" / "cuda").exists()
+def test_a_dry_run_compiles_nothing_and_leaves_nothing(compiled, tmp_path):
+    results = warming.warm(512, arch="sm_90", dry_run=True)
+    assert {result.how for result in results} == {"planned"}
+    assert compiled[0] == []
+    assert not (tmp_path / "cache").exists()
 
 
 @pytest.mark.parametrize("root", ["under a file", "open to others", "in /proc"])
@@ -176,8 +179,8 @@ def test_what_lands_in_a_temporary_cache_is_a_failure(tmp_path, monkeypatch):
     (tmp_path / "cache" / "cuda").mkdir(parents=True, mode=0o700)
     (tmp_path / "cache").chmod(0o700)
     (tmp_path / "cache" / "cuda").chmod(0o777)
-    monkeypatch.setattr("ffpa_jit.cuda.kernels.warm", lambda spec: (entry(), "built", 1.0))
-    result = warming._work(warming._Unit("cuda", "x", ("sm_90", 512, "bf16")), "all")
+    monkeypatch.setattr(kernels.STORE, "warm", lambda spec: (entry(), "built", 1.0))
+    result = warming._compile("cuda", SPEC)
     assert result.failed
     assert result.message.startswith(
         f"nothing can be kept: {tmp_path / 'cache'} is not used: {tmp_path}/cache/cuda can"
@@ -193,35 +196,32 @@ def test_a_process_hands_over_its_warnings(tmp_path):
     code = """
 import json, logging, sys
 from ffpa_jit import warm
-def work(unit, mode):
-    logging.getLogger("ffpa_jit").warning("mind %s", unit.name)
-    return warm.Result(unit.backend, unit.name, "hit")
+def compiled(backend, spec):
+    logging.getLogger("ffpa_jit").warning("mind %s", spec["arch"])
+    return warm.Result(backend, spec["arch"], "hit")
 import importlib; warm = importlib.import_module("ffpa_jit.warm")
-warm._work = work
+warm._compile = compiled
 warm._serve()
 """
     answer = tmp_path / "answer.json"
-    task = {"units": [{"backend": "cuda", "name": "x", "arguments": []}], "mode": "all", "answer": str(answer)}
+    task = {"backend": "cuda", "spec": SPEC, "answer": str(answer)}
     subprocess.run([sys.executable, "-c", code], input=json.dumps(task), text=True, check=True, cwd=ROOT)
-    assert json.loads(answer.read_text())["warnings"] == ["mind x"]
+    assert json.loads(answer.read_text())["warnings"] == ["mind sm_90"]
 
 
-def test_what_is_cached_is_answered_by_one_process(monkeypatch):
-    for dims in (320, 512):
-        entry(f"sm_90-d{dims}-bf16-f32-s2")
-    asked = []
+def test_what_is_in_the_cache_starts_no_process(compiled):
+    def build(directory):
+        (directory / "kernel.cubin").write_bytes(b"machine code")
+        return Built("kernel.cubin")
 
-    def pretend(units, mode):
-        asked.append((mode, [unit.name for unit in units]))
-        hit = mode == "hits"
-        return [warming.Result(unit.backend, unit.name, "hit" if hit else "built") for unit in units], []
-
-    monkeypatch.setattr(warming, "_in_process", pretend)
+    made_by = kernels.STORE.compiler() or SimpleNamespace(id="nvcc 1.2.3 (b)")
+    for head_dim in (320, 512):
+        default_cache().get(kernels.key_of(spec_for("sm_90", head_dim, "bf16"), made_by.id), build, "a test")
+    entry("sm_90-d640-bf16-f32-s2")  # of other sources
     results = warming.warm([320, 512, 640], arch="sm_90", backend="cuda")
-    assert asked == [
-        ("hits", ["sm_90-d320-bf16-f32-s2", "sm_90-d512-bf16-f32-s2"]), ("all", ["sm_90-d640-bf16-f32-s2"]),
-    ]  # fmt: skip
+    assert [unit.name for unit in compiled[0]] == ["sm_90-d640-bf16-f32-s2"]
     assert [result.how for result in results] == ["hit", "hit", "built"]
+    assert {result.how for result in warming.warm([320, 512], arch="sm_90", backend="cuda", dry_run=True)} == {"hit"}
 
 
 @pytest.fixture
@@ -248,27 +248,27 @@ def gpus(monkeypatch):
                 raise RuntimeError("out of memory")
             loaded.append((self.spec.slug, current[-1]))
 
-    class Triton:
-        def warm(self, problem):
-            loaded.append((problem.arch, problem.head_dim, problem.is_causal, problem.needs_grad, problem.device_index))
+    def run(self, spec, device):
+        loaded.append((spec.slug, device))
 
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 3)
     monkeypatch.setattr("torch.cuda.device", Device)
     monkeypatch.setattr(problem, "_cuda_arch", lambda index: "sm_80" if index == 1 else "sm_90")
-    monkeypatch.setattr("ffpa_jit.cuda.kernels.kernel", Kernel)
-    monkeypatch.setattr("ffpa_jit.registry.get", lambda name: {"triton": Triton(), "cuda": cuda_backend.BACKEND}[name])
+    monkeypatch.setattr(kernels, "kernel", Kernel)
+    for each in (TritonKernels, CuTeKernels):
+        monkeypatch.setattr(each, "load", run)
     return loaded
 
 
 def test_warm_for_the_gpus_here_loads_in_this_process_on_each(compiled, gpus):
     warming.warm(512, backend="cuda")
-    assert gpus == [("sm_90-d512-bf16-f32-s2", 0), ("sm_90-d512-bf16-f32-s2", 2), ("sm_80-d512-bf16-f32-s2", 1)]
+    assert gpus == [("sm_90-d512-bf16-f32-s2", 0), ("sm_80-d512-bf16-f32-s2", 1), ("sm_90-d512-bf16-f32-s2", 2)]
     gpus.clear()
     warming.warm(512, backend="triton")
     for arch, index in (("sm_90", 0), ("sm_90", 2), ("sm_80", 1)):
-        for causal in (False, True):
-            assert (arch, 512, causal, True, index) in gpus
+        for direction in ("forward", "backward"):
+            assert (f"{arch}-d512-bf16-{direction}", index) in gpus
     gpus.clear()
     warming.warm(512, load=False)
     warming.warm(512, arch="sm_90")
@@ -289,7 +289,7 @@ def test_what_cannot_be_loaded_is_a_failure_and_what_failed_is_not_loaded(compil
 
 
 def test_a_unit_that_raises_is_a_failure_with_its_reason():
-    result = warming._work(warming._Unit("cuda", "x", ("sm_1", 512, "bf16")), "all")
+    result = warming._compile("cuda", {**SPEC, "arch": "sm_1"})
     assert result.failed
     assert "sm_1" in result.message
 
@@ -565,7 +565,6 @@ def test_export_leaves_what_is_no_file_alone(tmp_path):
 
 
 def test_decisions_made_without_a_kernel_are_made_anew_after_warm(compiled):
-    heard = []
-    registry.on_change(lambda: heard.append(True))
+    before = plan_table.current()
     warming.warm(512, arch="sm_90", backend="cuda")
-    assert heard
+    assert plan_table.current() is not before

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 
 from ffpa_jit import explain, ffpa_attn_func, registry
 from tests import oracle
+from tests.cases.shapes import Shape, leaves, make
 from tests.cpu.conftest import ROOT, run_python
 from tests.cpu.fakes import FakeCUDA, Refusing
-from tests.shapes import Shape, leaves, make
 
 SDPA = F.scaled_dot_product_attention
 HALF = torch.float16

@@ -13,6 +13,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +23,8 @@ import torch
 
 from ffpa_jit import cache as cache_module
 from ffpa_jit import context, toolchain
-from ffpa_jit.cuda import build, kernels, load, nvcc, recipe
+from ffpa_jit.cache.store import Compiler
+from ffpa_jit.cuda import kernels, load, nvcc, recipe
 from ffpa_jit.cuda.instantiate import KernelSpec, spec_for, tile_of
 from ffpa_jit.toolchain import BuildError, Nvcc, Nvrtc, ToolchainError
 from tests.cpu.conftest import in_threads, keeps_tensors
@@ -75,8 +77,8 @@ def use_sources(monkeypatch: pytest.MonkeyPatch, sources: dict[str, bytes]) -> N
 
 
 @pytest.fixture(params=["nvcc", "nvrtc"])
-def compiler(request: pytest.FixtureRequest) -> build.Compiler:
-    found = build.compiler_here(request.param)
+def compiler(request: pytest.FixtureRequest) -> Compiler:
+    found = kernels.compiler_here(request.param)
     if found is None:
         pytest.skip(f"no {request.param} on this machine")
     return found
@@ -85,7 +87,7 @@ def compiler(request: pytest.FixtureRequest) -> build.Compiler:
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The small source built by nvcc in a directory whose name needs quoting."""
-    found = build.compiler_here("nvcc")
+    found = kernels.compiler_here("nvcc")
     if found is None:
         pytest.skip("no nvcc on this machine")
     directory = tmp_path_factory.mktemp("a private directory")
@@ -94,24 +96,24 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
         return directory / found.compile(SPEC, directory).artefact
 
 
-def test_a_build_leaves_one_artefact_and_a_log(compiler: build.Compiler, tmp_path: Path) -> None:
+def test_a_build_leaves_one_artefact_and_a_log(compiler: Compiler, tmp_path: Path) -> None:
     environment, home = dict(os.environ), _cuda_home()
     built = compiler.compile(SPEC, tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {built.artefact, "build.log"}
     assert "-DFFPA_HEAD_DIM=512" in built.meta["flags"]
-    assert compiler.ident in (tmp_path / "build.log").read_text()
+    assert compiler.id in (tmp_path / "build.log").read_text()
     assert dict(os.environ) == environment
     assert _cuda_home() == home
     image = (tmp_path / built.artefact).read_bytes()
     assert image.startswith(b"\x7fELF")
-    if compiler.kind == "nvrtc":
+    if compiler.id.startswith("nvrtc"):
         assert int.from_bytes(image[18:20], "little") == 190  # e_machine of a CUDA binary
         assert b"ffpa_forward" in image
         assert b"ffpa_combine" in image
 
 
 @pytest.mark.parametrize("name", ["do$lar", "co:lon", "a b'c"])
-def test_a_directory_may_have_any_name(compiler: build.Compiler, tmp_path: Path, name: str) -> None:
+def test_a_directory_may_have_any_name(compiler: Compiler, tmp_path: Path, name: str) -> None:
     directory = tmp_path / name
     directory.mkdir()
     assert (directory / compiler.compile(SPEC, directory).artefact).is_file()
@@ -147,7 +149,7 @@ def test_the_library_opens_without_a_driver(library: Path) -> None:
 
 
 def test_nvrtc_compiles_with_an_empty_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = build.compiler_here("nvrtc")
+    found = kernels.compiler_here("nvrtc")
     if found is None:
         pytest.skip("no NVRTC on this machine")
     monkeypatch.setenv("PATH", "")
@@ -160,7 +162,7 @@ def _no_program(*arguments: object, **options: object) -> None:
 
 
 def test_a_failed_build_names_the_first_error(
-    compiler: build.Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    compiler: Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     broken = SOURCES["params.cuh"].replace(b"float scale", b"flaot scale")
     use_sources(monkeypatch, {**SOURCES, "params.cuh": broken})
@@ -173,7 +175,7 @@ def test_a_failed_build_names_the_first_error(
     assert "flaot" in str(caught.value)
 
 
-def test_an_architecture_that_the_compiler_lacks_is_a_build_error(compiler: build.Compiler, tmp_path: Path) -> None:
+def test_an_architecture_that_the_compiler_lacks_is_a_build_error(compiler: Compiler, tmp_path: Path) -> None:
     # Every supported compiler has sm_80 to sm_90, so the unknown one is made up past the table's check.
     spec = dataclasses.replace(SPEC, arch="sm_87")
     object.__setattr__(spec, "arch", "sm_77")
@@ -183,7 +185,7 @@ def test_an_architecture_that_the_compiler_lacks_is_a_build_error(compiler: buil
             compiler.compile(spec, tmp_path)
 
 
-def test_one_build_leaves_nothing_behind_for_the_next(compiler: build.Compiler, tmp_path: Path) -> None:
+def test_one_build_leaves_nothing_behind_for_the_next(compiler: Compiler, tmp_path: Path) -> None:
     """Torch's loader would build a name that it has seen as another, and appends to the lists that it is given."""
     flags = recipe.LINK_FLAGS
     for name in ("first", "second"):
@@ -224,27 +226,26 @@ def test_nvcc_is_preferred_and_the_setting_decides(
     use_tools(monkeypatch, nvcc_tools, nvrtc_tools)
     if setting:
         monkeypatch.setenv("FFPA_JIT_COMPILER", setting)
-    if expected is None:
-        with pytest.raises(ToolchainError):
-            build.select_compiler()
-    else:
-        assert build.select_compiler().kind == expected
+    found = kernels.STORE.compiler()
+    assert (found and found.id.split()[0]) == expected
 
 
 def test_without_setuptools_nvrtc_is_chosen_and_the_error_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     use_tools(monkeypatch, NVCC, NVRTC)
     monkeypatch.setattr(nvcc.importlib.util, "find_spec", lambda name: None)
-    assert build.select_compiler().kind == "nvrtc"
-    with pytest.raises(ToolchainError, match="setuptools"):
-        build.select_compiler("nvcc")
+    found = kernels.STORE.compiler()
+    assert found is not None
+    assert found.id == "nvrtc 13.0.88"
+    assert kernels.STORE.compiler(kind="nvcc") is None
+    assert "setuptools" in str(kernels.STORE.missing("nvcc"))
 
 
 def test_the_digest_follows_sources_flags_and_tile(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = {build.source_digest(SPEC)}
+    seen = {recipe.source_digest(SPEC)}
 
     def changed() -> None:
         recipe.source_digest.cache_clear()
-        digest = build.source_digest(SPEC)
+        digest = recipe.source_digest(SPEC)
         assert digest not in seen
         seen.add(digest)
 
@@ -275,11 +276,8 @@ def test_flags_hold_no_path() -> None:
 class Compiled:
     """A compiler of the tests: it writes a file, or fails, and counts."""
 
-    def __init__(self, kind: build.Kind, ident: str, error: BuildError | None = None) -> None:
-        self.kind, self.ident, self.error, self.builds = kind, ident, error, 0
-
-    def flags(self, spec: KernelSpec) -> list[str]:
-        return []
+    def __init__(self, kind: str, compiler_id: str, error: BuildError | None = None) -> None:
+        self.kind, self.id, self.error, self.builds = kind, compiler_id, error, 0
 
     def compile(self, spec: KernelSpec, directory: Path) -> cache_module.Built:
         self.builds += 1
@@ -287,7 +285,7 @@ class Compiled:
         if self.error is not None:
             raise copy.copy(self.error)  # as a compiler does, a new one each time
         artefact = "kernel.so" if self.kind == "nvcc" else "kernel.cubin"
-        (directory / artefact).write_bytes(self.ident.encode())
+        (directory / artefact).write_bytes(self.id.encode())
         return cache_module.Built(artefact, {})
 
 
@@ -305,7 +303,6 @@ class Machine:
         self.nvcc = Compiled("nvcc", f"nvcc {nvcc} (b)") if nvcc else None
         self.nvrtc = Compiled("nvrtc", f"nvrtc {nvrtc}") if nvrtc else None
         here: dict[str, Compiled | None] = {"nvcc": self.nvcc, "nvrtc": self.nvrtc}
-        self._patch.setattr(build, "compiler_here", here.__getitem__)
         self._patch.setattr(kernels, "compiler_here", here.__getitem__)
         self._patch.setattr(toolchain, "probes", list)
 
@@ -407,12 +404,26 @@ def test_a_failed_build_is_remembered(machine: Machine) -> None:
     assert kernels.warm(SPEC)[1] == "built"
 
 
+def test_what_failed_here_is_available_once_another_process_has_built_it(machine: Machine) -> None:
+    machine.has(nvcc="13.0")
+    assert machine.nvcc is not None
+    machine.nvcc.error = BuildError("d512", "error: no space left\n")
+    with pytest.raises(BuildError):
+        kernels.warm(SPEC)
+    assert kernels.available(SPEC) is not None
+    machine.nvcc.error = None
+    key = kernels.key_of(SPEC, machine.nvcc.id)
+    cache_module.default_cache().get(key, lambda directory: machine.nvcc.compile(SPEC, directory), "another's")
+    assert kernels.available(SPEC) is None
+    assert kernels.warm(SPEC)[1] == "hit"
+
+
 def test_a_build_is_announced_and_a_long_one_reported(
     machine: Machine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine.has(nvcc="13.0")
     clock = iter(range(0, 1000, 7))
-    monkeypatch.setattr(kernels.time, "perf_counter", lambda: float(next(clock)))
+    monkeypatch.setattr(time, "perf_counter", lambda: float(next(clock)))
     with caplog.at_level(logging.INFO, "ffpa_jit"):
         entry, _, _ = kernels.warm(SPEC)
     messages = [record.getMessage() for record in caplog.records if SPEC.slug in record.getMessage()]

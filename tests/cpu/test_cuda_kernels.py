@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from ffpa_jit.cuda import kernels
-from ffpa_jit.cuda.build import find_compiler
 from ffpa_jit.cuda.dense import splits_for
 from ffpa_jit.cuda.instantiate import ARCHS, HEAD_DIMS, KernelSpec, defines, sources, spec_for, tile_of
 from tests import philox
@@ -44,7 +43,7 @@ def cuobjdump() -> str | None:
     return str(bundled) if bundled.is_file() else shutil.which("cuobjdump")
 
 
-needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="neither nvcc nor NVRTC")
+needs_compiler = pytest.mark.skipif(kernels.STORE.compiler() is None, reason="neither nvcc nor NVRTC")
 needs_cuobjdump = pytest.mark.skipif(cuobjdump() is None, reason="no cuobjdump")
 
 

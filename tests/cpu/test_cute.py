@@ -1,4 +1,4 @@
-"""What the CuTe-DSL backend refuses, when it is chosen, and what `warm` and `info` say of it; without a GPU."""
+"""What the CuTe DSL backend refuses, when it is chosen, and what `warm` and `info` say of it; without a GPU."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from ffpa_jit.cli import main
 from ffpa_jit.cute import backend as cute_backend
 from ffpa_jit.cute import toolkit
 from ffpa_jit.cute.spec import spec_for
-from ffpa_jit.problem import Refusal, UnavailableError
+from ffpa_jit.problem import AttentionParams, Refusal, UnavailableError
+from tests.cases.shapes import Shape, leaves, make
 from tests.cpu.conftest import run_python
 from tests.cpu.fake_dsl import fake_compiler, gpu_problem, install, own_cache  # noqa: F401  (fixtures)
 from tests.cpu.fakes import FakeCUDA, FakeTriton, Refusing
-from tests.shapes import Shape, leaves, make
 
 warming = importlib.import_module("ffpa_jit.warm")
 
@@ -64,12 +64,13 @@ def test_it_has_no_backward_and_takes_no_options_behind_the_dispatchers_back(com
     backend = cute_backend.BACKEND
     assert [each.code for each in backend.refusals(gpu_problem(), None, direction="backward")] == ["no-backward"]
     q = torch.zeros(1, 1, 4, 512)
-    for unsupported in ({"attn_mask": q}, {"dropout_p": 0.5}, {"window": (1, 0)}, {"softcap": 1.0}):
+    for unsupported in ({"dropout_p": 0.5}, {"window": (1, 0)}, {"softcap": 1.0}, {"varlen": True}):
         with pytest.raises(NotImplementedError, match="Triton"):
-            backend.forward(q, q, q, scale=1.0, is_causal=False, **unsupported)
-    for verb in (backend.backward, backend.varlen_forward, backend.varlen_backward):
-        with pytest.raises(NotImplementedError):
-            verb(q)
+            backend.plan_forward(AttentionParams(1.0, **unsupported), None, True)
+    with pytest.raises(NotImplementedError, match="Triton"):
+        backend.plan_forward(AttentionParams(1.0), None, True)(q, q, q, q)
+    with pytest.raises(NotImplementedError, match="triton"):
+        backend.plan_backward(AttentionParams(1.0), None, (True, True, True, False))
 
 
 def test_where_the_dsl_cannot_be_used_the_reason_says_what_to_install(monkeypatch):
@@ -140,7 +141,7 @@ class Estimating(FakeTriton):
         super().__init__()
         self.times = forward, backward
 
-    def estimate(self, problem):
+    def predict_us(self, problem):
         return sum(self.times) if problem.needs_grad else self.times[0]
 
 
@@ -153,7 +154,7 @@ class FakeCute(FakeCUDA):
         super().__init__()
         self.microseconds = microseconds
 
-    def estimate(self, problem):
+    def predict_us(self, problem):
         return self.microseconds
 
     def refusals(self, problem, options, *, direction):
@@ -169,20 +170,12 @@ def test_with_nobody_named_the_fastest_runs_and_triton_computes_the_gradients(cu
         registry.replaced("triton", Estimating(triton)),
         registry.replaced("cuda", Refusing()),
     ):
-        assert dispatch.plan(gpu_problem(), None, None).forward == runs
-        training = dispatch.plan(gpu_problem(needs_grad=True), None, None)
-        assert (training.forward, training.backward) == ("cutedsl", "triton")
-        assert "cutedsl" not in training.refusals, "to have no backward says nothing about the call"
-        masked = dispatch.plan(gpu_problem(has_mask=True), None, None)
-        assert (masked.forward, [each.code for each in masked.refusals["cutedsl"]]) == ("triton", ["mask"])
-
-
-def test_a_call_with_gradients_is_small_by_its_whole_time_and_not_by_its_forward_alone():
-    small = gpu_problem(heads_kv=8, len_q=16, len_kv=16, needs_grad=True)
-    with registry.replaced("cutedsl", FakeCute(1.0)), registry.replaced("triton", Estimating(1e6, 1e6)):
-        assert dispatch.plan(small, None, None).forward == "sdpa"
-    with registry.replaced("cutedsl", FakeCute(1.0)), registry.replaced("triton", Estimating(1e6, 1.0)):
-        assert dispatch.plan(small, None, None).forward == "cutedsl"
+        assert dispatch.choose(gpu_problem(), None, None).forward == runs
+        training = dispatch.choose(gpu_problem(needs_grad=True), None, None)
+        assert (training.forward, training.backward) == (runs, "triton")
+        assert "cutedsl" not in training.rejected, "to have no backward says nothing about the call"
+        masked = dispatch.choose(gpu_problem(has_mask=True), None, None)
+        assert (masked.forward, [each.code for each in masked.rejected["cutedsl"]]) == ("triton", ["mask"])
 
 
 def test_its_forward_feeds_tritons_backward():
@@ -212,7 +205,7 @@ def test_the_choice_can_be_traced_with_gradients_and_any_length():
 
 def test_the_real_estimate_is_overhead_plus_work_and_sees_idle_processors(compiler):
     def estimate(**changes):
-        return cute_backend.BACKEND.estimate(gpu_problem(**changes))
+        return cute_backend.BACKEND.predict_us(gpu_problem(**changes))
 
     long, longer = estimate(heads_q=32, heads_kv=32), estimate(heads_q=32, heads_kv=32, len_kv=8192)
     assert 300 < long < longer < 2 * long
@@ -260,9 +253,9 @@ def not_installed(monkeypatch):
     monkeypatch.setattr(registry, "_absent", {"cutedsl": Refusal("not-installed", reason)})
 
 
-def units(*arguments, backends=warming.BACKENDS):
-    head_dims, dtypes, archs = arguments
-    found, skipped = warming._units(head_dims, dtypes, ["f32"], [None], warming._plain(archs), list(backends))
+def units(head_dims, dtypes, archs, backends=None):
+    archs, backends = list(map(warming.plain_arch, archs)), backends or registry.names()
+    found, skipped = warming._units(archs, backends, head_dims, dtypes)
     return [unit.name for unit in found if unit.backend == "cutedsl"], {each.name: each.message for each in skipped}
 
 
@@ -273,13 +266,16 @@ def test_warm_compiles_both_masks_of_each_dtype(installed):
 
 
 def test_warm_skips_it_where_it_has_no_kernel_and_other_backends_have(installed):
-    assert units([512], ["bf16"], ["sm_80"]) == ([], {"sm_80": "cutedsl has no kernels for sm_80"})
+    lacking = {"sm_80": "arch='sm_80' has no CuTe DSL kernel; choose one of sm_90"}
+    assert units([512], ["bf16"], ["sm_80"]) == ([], lacking)
     names, skipped = units([512, 1024], ["bf16"], ["sm_90"])
     assert len(names) == 2
-    assert skipped == {"sm_90-d1024": "cutedsl has no kernels for head dims above 640"}
+    (reason,) = skipped.values()
+    assert list(skipped) == ["sm_90-d1024"]
+    assert "multiples of 8 from 264 to 640" in reason
     with pytest.raises(ValueError, match="264 to 640"):
         units([1024], ["bf16"], ["sm_90"], backends=["cutedsl"])
-    with pytest.raises(ValueError, match="CuTe-DSL: sm_90"):
+    with pytest.raises(ValueError, match="CuTe DSL kernel; choose one of sm_90"):
         units([512], ["bf16"], ["sm_80"], backends=["cutedsl"])
 
 
@@ -295,20 +291,19 @@ def test_warm_skips_it_where_it_is_not_installed_unless_it_is_all_that_is_asked_
 def test_warm_loads_a_kernel_by_running_it_once_on_each_gpu(compiler, monkeypatch):
     ran = []
 
-    def forward(self, query, key, value, *, scale, is_causal):
-        ran.append((query.shape[-1], query.dtype, is_causal))
+    def plan_forward(self, params, options, wants_lse):
+        return lambda query, key, value: ran.append((query.shape[-1], query.dtype, params.is_causal))
 
-    monkeypatch.setattr(cute_backend.CuTeKernels, "forward", forward)
+    monkeypatch.setattr(cute_backend.CuTeKernels, "plan_forward", plan_forward)
     monkeypatch.setattr("torch.device", lambda kind, index: "cpu")
-    monkeypatch.setattr(registry, "get", lambda name: cute_backend.BACKEND)
     for is_causal in (False, True):
-        warming._load_on(0, warming._Unit("cutedsl", "x", ("sm_90", 512, "bf16", is_causal)))
+        cute_backend.BACKEND.load(spec_for("sm_90", 512, "bf16", is_causal), 0)
     assert ran == [(512, torch.bfloat16, False), (512, torch.bfloat16, True)]
 
 
 def test_info_tells_how_to_get_it(not_installed):
     said = run("info").stdout
-    assert "missing CuTe-DSL: nvidia-cutlass-dsl is not installed (pip install 'ffpa-jit[cute]')" in said
+    assert "missing CuTe DSL: nvidia-cutlass-dsl is not installed (pip install 'ffpa-jit[cute]')" in said
 
 
 @needs_dsl

@@ -1,4 +1,4 @@
-"""Compiling, keeping, loading and launching the CuTe-DSL kernels, without a GPU.
+"""Compiling, keeping, loading and launching the CuTe DSL kernels, without a GPU.
 
 What needs the DSL itself is skipped where it is not installed; most stands in for it.
 """
@@ -70,12 +70,12 @@ def test_what_has_no_kernel_is_a_value_error(arguments, said):
 
 def test_the_key_holds_all_that_decides_the_bits(compiler, monkeypatch):
     def name(spec=SPEC, made_by=TOOLKIT):
-        return kernels.key_of(spec, kernels.ident(made_by)).name
+        return kernels.key_of(spec, kernels.Dsl(made_by).id).name
 
     specs = [spec_for("sm_90", d, dtype, causal) for d in HEAD_DIMS for dtype in ("fp16", "bf16") for causal in (0, 1)]
     names = {name(spec) for spec in specs}
     assert len(names) == len(specs) == 24
-    names |= {name(made_by=dataclasses.replace(TOOLKIT, ident="cutlass-dsl 4.8.2 (base core cu13) cu13"))}
+    names |= {name(made_by=dataclasses.replace(TOOLKIT, compiler_id="cutlass-dsl 4.8.2 (base core cu13) cu13"))}
     monkeypatch.setattr(toolkit, "host_level", functools.cache(lambda: "x86-64-v4"))
     names |= {name()}
     monkeypatch.setattr(kernels, "KERNELS", "another.module")
@@ -147,17 +147,17 @@ def test_a_damaged_object_is_built_again_and_never_loaded(compiler, monkeypatch,
 @pytest.mark.parametrize(
     ("made_by", "served"),
     [
-        (TOOLKIT.ident + " x86-64-v3", True),
-        (TOOLKIT.ident + " x86-64-v2", True),
-        (TOOLKIT.ident + " x86-64-v4", False),  # may hold instructions that this CPU has not
-        (TOOLKIT.ident + " aarch64", False),
+        (TOOLKIT.compiler_id + " x86-64-v3", True),
+        (TOOLKIT.compiler_id + " x86-64-v2", True),
+        (TOOLKIT.compiler_id + " x86-64-v4", False),  # may hold instructions that this CPU has not
+        (TOOLKIT.compiler_id + " aarch64", False),
         ("cutlass-dsl 4.6.2 (base core cu13) cu13 x86-64-v3", False),
         ("cutlass-dsl 4.8.1 (base core cu13) cu12 x86-64-v3", False),
     ],
 )
 def test_only_an_object_of_the_installed_release_and_for_this_cpu_is_used(compiler, made_by, served):
     key = kernels.key_of(SPEC, made_by)
-    default_cache().get(key, lambda directory: kernels._builder(SPEC, TOOLKIT, [])(directory), "a test")
+    default_cache().get(key, lambda directory: kernels.Dsl(TOOLKIT).compile(SPEC, directory), "a test")
     assert (kernels.find(SPEC) is not None) == served
 
 
@@ -170,7 +170,7 @@ def test_a_compilation_that_failed_says_why_once_and_is_not_tried_again(compiler
     assert "compiling sm_90-d512-bf16-causal with cutlass-dsl 4.8.1 failed: error: Name `y` is not defined" in text
     assert "forward.py:8" in text
     assert "\x1b" not in text
-    assert raised.value.log.read_text().startswith(f"{TOOLKIT.ident} x86-64-v3: {SPEC.slug}\n")
+    assert raised.value.log.read_text().startswith(f"{TOOLKIT.compiler_id} x86-64-v3: {SPEC.slug}\n")
     assert len(compiler.calls) == 1
     assert kernels.available(SPEC).endswith("error: Name `y` is not defined")
 
@@ -193,8 +193,8 @@ def test_of_several_builds_of_the_dsl_the_newest_that_the_driver_can_is_used(tmp
         toolkit.forget()
         return toolkit.find()
 
-    assert found(None).ident == "cutlass-dsl 4.6.2 (base cu13) cu13"
-    assert [found(driver).flavour for driver in (12, 13, 14)] == ["cu12", "cu13", "cu13"]
+    assert found(None).compiler_id == "cutlass-dsl 4.6.2 (base cu13) cu13"
+    assert [found(driver).cuda_variant for driver in (12, 13, 14)] == ["cu12", "cu13", "cu13"]
     assert "the driver supports up to CUDA 11" in found(11)
     monkeypatch.setattr(toolkit, "_root", lambda: None)
     assert "pip install 'ffpa-jit[cute]'" in found(13)
@@ -227,7 +227,7 @@ def test_the_first_launch_on_a_device_is_refused_while_a_graph_is_captured(on_de
     kernel = load.Kernel("k", Runtime(), 1, "qifP")
     monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
     monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: True)
-    with pytest.raises(RuntimeError, match=r"the first launch of the CuTe-DSL kernel k on a device.*run the call once"):
+    with pytest.raises(RuntimeError, match=r"the first launch of the CuTe DSL kernel k on a device.*run the call once"):
         kernel(0, 0, 0.0, 0)
     with pytest.raises(RuntimeError, match="first use"):
         kernels.kernel(SPEC)

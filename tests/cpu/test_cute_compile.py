@@ -15,7 +15,7 @@ import os
 import re
 import struct
 import subprocess
-import sys
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -28,6 +28,7 @@ from ffpa_jit.cute import toolkit
 from ffpa_jit.cute.schedule import COPY_REGISTERS, LAUNCH_REGISTERS, SHARED_LIMIT, THREADS, Schedule, schedule_of
 from ffpa_jit.cute.spec import ARCHS, HEAD_DIMS, KernelSpec, spec_for, target_of
 from tests.cpu.conftest import ROOT
+from tests.cpu.forking import Forking
 
 HERE = toolkit.find()
 pytestmark = pytest.mark.skipif(isinstance(HERE, str), reason=str(HERE))
@@ -47,8 +48,10 @@ every_spec = pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.slug)
 
 # As the backend's own compiling process: without torch, and with no GPU to see.
 COMPILE = """
-import importlib, json, sys, types
+import importlib, json, os, sys, types
 root, module, fields, target, directory = sys.argv[1:]
+assert "torch" not in sys.modules
+os.chdir(directory)
 package = types.ModuleType("ffpa_jit")
 package.__path__ = [root + "/ffpa_jit"]
 sys.modules["ffpa_jit"] = package
@@ -61,21 +64,33 @@ cute.compile(
 """
 
 
+_forking = threading.local()
+
+
+def compiling(target: str) -> Forking:
+    """This thread's process that has imported the DSL, for one architecture."""
+    if not hasattr(_forking, target):
+        mine = dict.fromkeys(name for name in os.environ if name.startswith("CUTE_DSL_"))
+        mine.update(CUDA_VISIBLE_DEVICES="", CUTE_DSL_ARCH=target, NO_COLOR="1")
+        setattr(_forking, target, Forking(["cutlass.cute"], **mine))
+    return getattr(_forking, target)
+
+
 def compile_into(directory: Path, spec: KernelSpec) -> None:
     """Leave what the DSL makes of `spec` in `directory`; its output in log.txt, and "done" when that was all."""
     with FileLock(f"{directory}.lock"):
         if (directory / "done").exists():
             return
         directory.mkdir(exist_ok=True)
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("CUTE_DSL_")}
-        environment.update(CUDA_VISIBLE_DEVICES="", CUTE_DSL_ARCH=target_of(spec), NO_COLOR="1")
-        fields = json.dumps(dataclasses.asdict(spec))
-        done = subprocess.run(
-            [sys.executable, "-c", COMPILE, str(ROOT), kernels.KERNELS, fields, target_of(spec), str(directory)],
-            capture_output=True, text=True, env=environment, cwd=directory, timeout=PATIENCE,
-        )  # fmt: skip
-        (directory / "log.txt").write_text(done.stdout + done.stderr)
-        (directory / "done").write_text(str(done.returncode))
+        fields, target = json.dumps(dataclasses.asdict(spec)), target_of(spec)
+        task = "-c", COMPILE, str(ROOT), kernels.KERNELS, fields, target, str(directory)
+        try:
+            (directory / "log.txt").write_text(compiling(target).run(*task, timeout=PATIENCE))
+            done = "0"
+        except AssertionError as error:
+            (directory / "log.txt").write_text(str(error))
+            done = "failed"
+        (directory / "done").write_text(done)
 
 
 class Artefacts:

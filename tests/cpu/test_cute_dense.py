@@ -9,7 +9,9 @@ import math
 import pytest
 import torch
 
+from ffpa_jit import context
 from ffpa_jit.cute import dense
+from ffpa_jit.problem import AttentionParams
 
 BF16 = torch.bfloat16
 
@@ -77,9 +79,9 @@ def calls():
 @pytest.mark.parametrize(("q", "k", "v"), [pytest.param(*tensors, id=name) for name, *tensors in calls()])
 def test_the_kernel_is_told_where_everything_lies(monkeypatch, q, k, v):
     monkeypatch.setattr(dense, "_clusters", lambda device: 66)
-    monkeypatch.setattr(dense, "_stream", lambda device: 0)
+    monkeypatch.setattr(context, "stream", lambda device: 0)
     dense._form.cache_clear()
-    out, lse = dense.forward(launch, q, k, v, scale=0.05, is_causal=False)
+    out, lse = dense.Forward(launch, AttentionParams(0.05), True)(q, k, v)
     expected, log = attend(q, k, v, 0.05)
     assert out.stride() == torch.empty_like(q).stride()
     torch.testing.assert_close(out, expected.to(BF16), atol=1e-2, rtol=1e-2)
@@ -90,13 +92,13 @@ def test_the_kernel_is_told_where_everything_lies(monkeypatch, q, k, v):
 @pytest.mark.parametrize("shape", [(0, 2, 3, 264), (1, 0, 3, 264), (1, 2, 0, 264)])
 def test_an_empty_call_launches_nothing(shape):
     empty = rand(*shape)
-    out, lse = dense.forward(None, empty, empty, empty, scale=1.0, is_causal=True)
+    out, lse = dense.Forward(None, AttentionParams(1.0, True), True)(empty, empty, empty)
     assert out.shape == shape
     assert lse.shape == shape[:3]
 
 
 def test_without_keys_the_output_is_zero_and_the_lse_minus_infinity():
     none = rand(1, 2, 0, 264)
-    out, lse = dense.forward(None, rand(1, 2, 3, 264), none, none, scale=1.0, is_causal=False)
+    out, lse = dense.Forward(None, AttentionParams(1.0), True)(rand(1, 2, 3, 264), none, none)
     assert not out.any()
     assert (lse == -math.inf).all()

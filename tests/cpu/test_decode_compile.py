@@ -9,14 +9,14 @@ import pytest
 
 from bench.compile_kernels import SHARED_KIB
 from ffpa_jit.triton import configs
-from tests.cpu.conftest import run_program
+from tests.cpu.conftest import run_compiling
 
 pytest.importorskip("triton")
 
 
 def compile_shipped(arch: str, head_dims: str, options: str) -> str:
     given = "--compile-only", arch, "--head-dims", head_dims, "--options", options
-    return run_program("bench/sweep_decode.py", *given, timeout=900)
+    return run_compiling("bench/sweep_decode.py", *given, timeout=900)
 
 
 @pytest.mark.parametrize("plain", [True, False])

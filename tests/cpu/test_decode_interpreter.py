@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from tests import oracle, philox
-from tests.shapes import LAYOUTS, MaskKind, Shape, make, make_mask, tensor
+from tests.cases.shapes import LAYOUTS, MaskKind, Shape, make, make_mask, tensor
 
 pytest.importorskip("triton")
 

@@ -21,9 +21,9 @@ from ffpa_jit import (
     registry,
 )
 from ffpa_jit.backends import resolve
+from tests.cases.shapes import Shape, leaves, make
 from tests.cpu.conftest import run_python
 from tests.cpu.fakes import FakeCUDA, Refusing
-from tests.shapes import Shape, leaves, make
 
 HALF = torch.float16
 

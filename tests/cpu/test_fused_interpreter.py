@@ -12,8 +12,8 @@ import torch
 from bench.compile_kernels import SHARED_KIB
 from ffpa_jit.triton import configs
 from tests import oracle, philox
-from tests.cpu.conftest import run_python
-from tests.shapes import EMPTY, LAYOUTS, MaskKind, Shape, late_maximum, make, make_mask
+from tests.cases.shapes import EMPTY, LAYOUTS, MaskKind, Shape, late_maximum, make, make_mask
+from tests.cpu.conftest import run_compiling
 
 pytest.importorskip("triton")
 
@@ -304,8 +304,9 @@ def test_nothing_but_results_and_row_vectors_is_allocated(monkeypatch):
     terms = Terms(0.1)
     out, lse = fused.forward(q, k, v, terms, arch="interpreter")
     fused.backward(do, None, q, k, v, out, lse, terms, needs=EVERY, arch="interpreter")
-    others = [x for x in made if x.shape not in (q.shape, k.shape)]
-    assert sum(x.numel() for x in others) <= 2 * shape.heads_q * 64
+    others = [x for x in made if x.shape not in (q.shape, k.shape) and x.shape != lse.shape]
+    # LSE in log2 units and delta, of whole row tiles.
+    assert sum(x.numel() for x in others) <= 2 * shape.heads_q * 128
 
 
 # Compiled, in a process of its own: (architecture, head dim, dtype, mask, softcap, dropout).
@@ -357,7 +358,7 @@ FEW = 8
 
 @pytest.mark.parametrize("case", COMPILED, ids=str)
 def test_kernels_compile_within_registers_and_shared_memory(case):
-    found = json.loads(run_python(COMPILE.format(case=json.dumps(case))).splitlines()[-1])
+    found = json.loads(run_compiling("-c", COMPILE.format(case=json.dumps(case))).splitlines()[-1])
     fused_kernels = [x for x in found if x[0].startswith("fused")]
     assert len(fused_kernels) == 4 + (case[3] == "add")
     for name, spilled, shared in fused_kernels:

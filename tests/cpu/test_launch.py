@@ -25,6 +25,8 @@ class Kernel:
 
 
 class Compiled:
+    asm = ()  # no PTX: its parameters are not known, and Triton's launcher is used
+
     def __init__(self, kernel, wide):
         self.kernel, self.wide = kernel, wide
 

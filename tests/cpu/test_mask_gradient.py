@@ -11,8 +11,8 @@ from ffpa_jit.triton import dense
 from ffpa_jit.triton.schedule import TILE_BYTES
 from ffpa_jit.triton.terms import Terms
 from tests import oracle
-from tests.options import Case
-from tests.shapes import MaskKind, Shape
+from tests.cases.options import Case
+from tests.cases.shapes import MaskKind, Shape
 
 HALF = torch.float16
 

@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from ffpa_jit import CUDABackend, SDPABackend, TritonBackend, dispatch, explain, ffpa_attn_func, masks, registry, sdpa
 from ffpa_jit.backends import DEFAULTS, decode, encode
 from ffpa_jit.problem import Problem
+from tests.cases.shapes import Shape, leaves, make
 from tests.cpu.fakes import FakeCUDA, FakeTriton, Refusing, attention, kept
-from tests.shapes import Shape, leaves, make
 
 SDPA = F.scaled_dot_product_attention
 HALF = torch.float16
@@ -271,11 +271,15 @@ def test_an_fp32_mask_is_cast_where_sdpa_runs_the_call(cuda):
     assert sdpa.fallback(q, k, v, mask.expand(3, 2, 5, 7)).dtype == HALF
 
 
-def test_transforms_and_subclasses_with_a_mask_are_sdpas(cuda, warnings_seen):
+class Own(torch.Tensor):
+    """A subclass that may mean something else by attention."""
+
+
+def test_subclasses_with_a_mask_are_sdpas(cuda, warnings_seen):
     q, k, v, _ = make(SHAPE, HALF)
     mask = make_mask((3, 1, 5, 7), "half")
-    out = torch.func.vmap(lambda q, k, v, m: ffpa_attn_func(q, k, v, attn_mask=m))(q, k, v, mask)
-    close(out, SDPA(q, k, v, attn_mask=mask))
+    out = ffpa_attn_func(q.as_subclass(Own), k, v, attn_mask=mask)
+    close(out.as_subclass(torch.Tensor), SDPA(q, k, v, attn_mask=mask))
     assert not cuda.calls
     assert len(warnings_seen) == 1
 
@@ -356,16 +360,16 @@ def gpu_problem(**changes) -> Problem:
 )
 def test_a_forward_before_a_recomputed_backward_runs_only_where_it_saves_something(cuda, changes, sides):
     """Where no backend has a backward for the call."""
-    plan = dispatch.plan(gpu_problem(**changes), None, None)
+    plan = dispatch.choose(gpu_problem(**changes), None, None)
     assert (plan.forward, plan.backward) == sides
     if sides == ("sdpa", "sdpa"):
         assert dispatch.fallback_of(plan, None, None) == "forward"
-        assert "cuda" in plan.refusals
-        assert "triton" in plan.refusals
+        assert "cuda" in plan.rejected
+        assert "triton" in plan.rejected
 
 
 def test_a_named_forward_keeps_its_recomputed_backward(cuda):
-    plan = dispatch.plan(gpu_problem(), DEFAULTS["cuda"], None)
+    plan = dispatch.choose(gpu_problem(), DEFAULTS["cuda"], None)
     assert (plan.forward, plan.backward) == ("cuda", "sdpa")
 
 

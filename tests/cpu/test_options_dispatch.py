@@ -4,7 +4,6 @@ what they say when they do not, and what reaches a backend. A backend in plain t
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 
 import numpy as np
@@ -17,8 +16,8 @@ from torch._subclasses import FakeTensorMode
 from ffpa_jit import TritonBackend, dispatch, explain, ffpa_attn_backward, ffpa_attn_func, registry, sdpa
 from ffpa_jit.problem import Problem
 from tests import oracle
+from tests.cases.shapes import Shape, leaves, make
 from tests.cpu.fakes import FakeCUDA, FakeTriton, Refusing
-from tests.shapes import Shape, leaves, make
 
 SDPA = F.scaled_dot_product_attention
 HALF = torch.float16
@@ -193,22 +192,9 @@ def test_the_combined_mask_of_sdpa_is_counted_by_what_the_caller_gave():
     assert not sdpa.refusals(problem(has_mask=False, len_q=30_000, len_kv=30_000))
 
 
-@pytest.mark.parametrize("changes", [{"window": (4, -1)}, {"softcap": 3.0}, {"varlen": True}], ids=str)
-def test_a_small_call_with_an_option_that_sdpa_lacks_is_not_sdpas(triton, changes):
-    small = Problem(
-        batch=1, heads_q=1, heads_kv=1, len_q=16, len_kv=16, head_dim=512, head_dim_v=512, dtype=torch.bfloat16,
-        device_type="cuda", device_index=0, arch="sm_90", is_causal=False, has_mask=False, dropout_p=0.0,
-        needs_grad=False, mask_needs_grad=False,
-    )  # fmt: skip
-    triton.estimate = lambda problem: 500.0
-    with registry.replaced("cuda", Refusing()):
-        assert dispatch.plan(small, None, None).small
-        assert dispatch.plan(dataclasses.replace(small, **changes), None, None).forward == "triton"
-
-
 def test_cuda_is_passed_over_for_what_it_does_not_have(triton):
     q, k, v, _ = make(SHAPE, HALF)
-    triton.estimate = lambda problem: 500.0  # cuda would be faster
+    triton.predict_us = lambda problem: 500.0  # cuda would be faster
     found = explain(q, k, v, enable_gqa=True, window_size=(3, 0), softcap=2.0)
     assert found.forward == "triton"
     assert found.reasons["cuda"] == ["it has no window", "it has no softcap"]
@@ -216,10 +202,10 @@ def test_cuda_is_passed_over_for_what_it_does_not_have(triton):
     assert "softcap 2.0" in found.summary
 
 
-def test_transforms_and_subclasses_have_no_window(triton):
+def test_forward_mode_derivatives_have_no_window(triton):
     q, k, v, _ = make(SHAPE, HALF)
     with pytest.raises(NotImplementedError, match="window_size"):
-        torch.func.vmap(lambda q, k, v: ffpa_attn_func(q, k, v, enable_gqa=True, window_size=(2, 0)))(q, k, v)
+        torch.func.jvp(lambda q: ffpa_attn_func(q, k, v, enable_gqa=True, window_size=(2, 0)), (q,), (q,))
 
 
 def test_installed_as_sdpa_an_option_that_sdpa_lacks_still_raises(triton, monkeypatch):

@@ -7,8 +7,7 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from tests.options import ALL, dense_allowed, dense_case, pairwise, varlen_allowed, varlen_case
-from tests.shapes import LAYOUTS, LENGTHS, MaskKind
+from tests.cases.options import ALL, DENSE, VARLEN, dense_allowed, dense_case, pairwise, varlen_allowed, varlen_case
 
 pytest.importorskip("triton")
 
@@ -18,51 +17,16 @@ FEW = settings(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large],
 )  # fmt: skip
 
-MASKS = [
-    None,
-    MaskKind("bool", "bk", "right"),
-    MaskKind("bool", "bqk", "left", "expanded"),
-    MaskKind("bool", "qk", "blocks", "few_dims"),
-    MaskKind("bool", "bhqk", "empty_rows", "sliced"),
-    MaskKind("bool", "hqk", "frames", "transposed"),
-    MaskKind("bool", "q", "random"),
-    MaskKind("half", "bhqk", "random"),
-    MaskKind("half", "qk", "minimum", "few_dims"),
-    MaskKind("half", "hk", "values", "expanded"),
-    MaskKind("half", "bk", "all"),
-    MaskKind("fp32", "k", "low", "few_dims"),
-    MaskKind("fp32", "bqk", "minimum", "transposed"),
-    MaskKind("fp32", "bh", "values"),
-    MaskKind("fp32", "hq", "values", "sliced"),
-]
-COMMON = {
+SIZES = {
     "heads": [(1, 1), (2, 2), (3, 1), (4, 2)],
     "dim": [264, 320],
     "window": [ALL, (13, -1), (-1, 9), (20, 5), (0, 0)],
-    "softcap": [0.0, 2.0, 30.0],
-    "dropout_p": [0.0, 0.2, 0.9],
-    "with_lse": [False, True],
 }
-DENSE = {
-    "mask": MASKS,
-    "batch": [1, 2],
-    "lengths": [(1, 40), (3, 129), (33, 9), (65, 65), (20, 130), (130, 140)],
-    "causal": [False, True],
-    "needs": ["qkvm", "m", "q", "km", "qv", ""],
-    "layout": list(LAYOUTS),
-    "scale": [None, 0.0, -0.1],
-    "memory": [None, 0, 0.6],
-    **COMMON,
-}
-VARLEN = {
-    "lengths": list(LENGTHS),
-    "is_causal": [False, True],
-    "needs": ["qkv", "q", "kv", ""],
-    "slack": [0, 3],
-    "given": ["int", "tensor", "none"],
-    "memory": [None, 4],
-    **COMMON,
-}
+SMALL_DENSE = {
+    **DENSE, **SIZES,
+    "lengths": [(1, 40), (3, 129), (33, 9), (65, 65), (20, 130), (130, 140)], "memory": [None, 0, 0.6],
+}  # fmt: skip
+SMALL_VARLEN = {**VARLEN, **SIZES, "slack": [0, 3], "memory": [None, 4]}
 
 
 def small(*, lengths, heads, batch, **rest) -> bool:
@@ -71,27 +35,27 @@ def small(*, lengths, heads, batch, **rest) -> bool:
     return work <= 26_000 and dense_allowed(lengths=lengths, **rest)
 
 
-@pytest.mark.parametrize("case", [dense_case(**x) for x in pairwise(DENSE, small)], ids=str)
+@pytest.mark.parametrize("case", [dense_case(**x) for x in pairwise(SMALL_DENSE, small)], ids=str)
 def test_every_two_options_go_together(case):
     case.run(HALF)
 
 
 @settings(FEW, max_examples=20)
-@given(choice=st.fixed_dictionaries({name: st.sampled_from(values) for name, values in DENSE.items()}))
+@given(choice=st.fixed_dictionaries({name: st.sampled_from(values) for name, values in SMALL_DENSE.items()}))
 def test_options_go_together_in_any_number(choice):
     if not small(**choice):
         choice.update(causal=False, batch=1, heads=(2, 1))
     dense_case(**choice).run(HALF, seed=1)
 
 
-@pytest.mark.parametrize("case", [varlen_case(**x) for x in pairwise(VARLEN, varlen_allowed)], ids=str)
+@pytest.mark.parametrize("case", [varlen_case(**x) for x in pairwise(SMALL_VARLEN, varlen_allowed)], ids=str)
 def test_every_two_options_go_together_on_packed_sequences(case):
     case.run(HALF)
 
 
 @settings(FEW, max_examples=14)
 @given(
-    choice=st.fixed_dictionaries({name: st.sampled_from(values) for name, values in VARLEN.items()}),
+    choice=st.fixed_dictionaries({name: st.sampled_from(values) for name, values in SMALL_VARLEN.items()}),
     lens=st.lists(st.tuples(st.integers(0, 40), st.integers(0, 60)), min_size=1, max_size=5),
 )
 def test_options_go_together_in_any_number_on_packed_sequences(choice, lens):

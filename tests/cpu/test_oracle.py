@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from tests import oracle, philox
-from tests.shapes import EMPTY, LENGTHS, PATTERNS, MaskKind, Shape, make, make_mask, make_packed, pack
+from tests.cases.shapes import EMPTY, LENGTHS, PATTERNS, MaskKind, Shape, make, make_mask, make_packed, pack
 
 
 @pytest.mark.parametrize(

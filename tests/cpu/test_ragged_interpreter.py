@@ -11,13 +11,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests import oracle, philox
+from tests.cases.shapes import LENGTHS as LENGTHS_OF
+from tests.cases.shapes import Packed, make_packed, pack
 from tests.cpu import numpy_triton
-from tests.shapes import LENGTHS as LENGTHS_OF
-from tests.shapes import Packed, make_packed, pack
 
 pytest.importorskip("triton")
-
-from triton.runtime import interpreter
 
 from ffpa_jit.triton import ragged
 from ffpa_jit.triton.launch import Launcher
@@ -27,14 +25,6 @@ from ffpa_jit.triton.terms import UNLIMITED, Terms
 
 HALF = torch.float16
 QUICK = numpy_triton.kernels(tables.__file__)
-
-
-@pytest.fixture(autouse=True)
-def _no_overflow_checks(monkeypatch):
-    """They take a third of the interpreter's time."""
-    builder = interpreter.interpreter_builder
-    monkeypatch.setattr(builder, "options", replace(builder.options, sanitize_overflow=False))
-
 
 QUIET = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.filter_too_much]
 
@@ -62,7 +52,7 @@ class Plan:
 
     def __init__(self, batch, rounds, cu_q, cu_k):
         self.batch, self.rounds, self.cu = batch, rounds, (cu_q, cu_k)
-        self.t = t = run.fill(batch, rounds, cu_q, cu_k, interpreted=True)
+        self.t = t = run.fill(Launcher(cu_q.device), batch, rounds, cu_q, cu_k, interpreted=True)
         self.malformed, _, self.segments, self.row_tiles, self.key_tiles, self.slots, self.tasks = t.head.tolist()[:7]
         self.rows = t.row[: (batch.row_tiles + 1) * 16].view(-1, 16).tolist()
         self.keys = t.key[: (batch.key_tiles + 1) * 16].view(-1, 16).tolist()
@@ -488,3 +478,18 @@ def test_empty_tensors_give_empty_or_zero_results():
     out, _, grads = check(packed)
     assert out.shape == (0, 2, 264)
     assert not grads[1].any()
+
+
+@pytest.mark.parametrize("options", [{}, {"softcap": 2.0}], ids=str)
+@pytest.mark.parametrize("whole_rows", [True, False])
+def test_rows_with_one_key_have_query_gradients_of_zero(whole_rows, options):
+    packed = Packed((30, 1, 40), (30, 1, 40), 1, 1, 264)
+    q, k, v, do, cu, _ = make_packed(packed, HALF)
+    terms = Terms(264**-0.5, is_causal=True, **options)
+    common = {"max_q": 40, "max_k": 40, "arch": "interpreter", "cap": 2**29}
+    out, lse = ragged.forward(q, k, v, cu, cu, terms, **common)
+    dq, _, _ = ragged.backward(
+        do, None, q, k, v, out, lse, cu, cu, terms, needs=(True, True, True), whole_rows=whole_rows, **common
+    )
+    assert not dq[cu[:-1].long()].any()
+    assert dq[1].any()

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from ffpa_jit import explain, ffpa_attn_func, sdpa
 from tests import oracle
-from tests.shapes import Shape, leaves, make
+from tests.cases.shapes import Shape, leaves, make
 
 SDPA = F.scaled_dot_product_attention
 HALF = torch.float16

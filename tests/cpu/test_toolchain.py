@@ -153,8 +153,8 @@ def test_the_error_names_the_compiler_that_was_asked_for_and_survives_pickling()
         "nvcc", [Probe("ninja", False, "not there", "pip install ninja"), Probe("g++", True, "/g", "")]
     )
     assert "FFPA_JIT_COMPILER=nvcc" in str(error)
-    assert "missing  ninja: not there" in str(error)
-    assert "found    g++: /g" in str(error)
+    assert "missing ninja: not there (pip install ninja)" in str(error)
+    assert "found   g++: /g" in str(error)
     assert isinstance(error, RuntimeError)
     assert str(pickle.loads(pickle.dumps(error))) == str(error)
 
@@ -180,7 +180,7 @@ def test_the_first_place_with_a_toolkit_wins(machine):
         nvcc.home / "bin" / "nvcc", nvcc.home, "13.0.88", "cuda_13.0.r13.0/compiler.36424714_0", nvcc.home / "lib64",
         machine.bin / "g++", machine.bin / "ninja",
     )  # fmt: skip
-    assert nvcc.ident == "nvcc 13.0.88 (cuda_13.0.r13.0/compiler.36424714_0)"
+    assert nvcc.compiler_id == "nvcc 13.0.88 (cuda_13.0.r13.0/compiler.36424714_0)"
     assert all(each.found for each in probes() if not each.name.startswith("NVRTC"))
 
 
@@ -267,7 +267,7 @@ def test_the_package_for_the_cuda_of_torch_comes_first_then_the_newest(machine):
         machine.packages / "cuda_nvrtc" / "lib" / "libnvrtc-builtins.so.12.9",
         "12.9.86",
     )
-    assert find_nvrtc().ident == "nvrtc 12.9.86"
+    assert find_nvrtc().compiler_id == "nvrtc 12.9.86"
 
 
 @pytest.mark.parametrize("version", ["13.0", "12.4", None])

@@ -16,16 +16,16 @@ from types import SimpleNamespace
 
 import pytest
 
-from ffpa_jit.triton.bundle import restore
+from ffpa_jit.triton.archive import install
 from tests.cpu.conftest import run_python
 
 pytest.importorskip("triton")
 
 WARM = """
 import json
-from ffpa_jit.triton import bundle
-entry, how, _, note = bundle.warm(bundle.spec_for("sm_90", 512, "bf16", "forward"))
-print(json.dumps([str(entry.path), how, note, entry.meta]))
+from ffpa_jit.triton.archive import STORE, spec_for
+entry, how, _ = STORE.warm(spec_for("sm_90", 512, "bf16", "forward"))
+print(json.dumps([str(entry.path), how, STORE.install(entry), entry.meta]))
 """
 
 # What stands for the driver's library: enough for the linker and the loader, as on a GPU machine.
@@ -40,13 +40,13 @@ import ctypes, os
 import torch
 from triton import knobs
 from ffpa_jit.cache import default_cache
-from ffpa_jit.triton import bundle, offline
+from ffpa_jit.triton import archive, offline
 
 ctypes.CDLL(os.environ["TRITON_LIBCUDA_PATH"] + "/libcuda.so.1", mode=os.RTLD_GLOBAL)
-if RESTORE == "import":
-    assert bundle.restore_all(default_cache().entries()) == []
+if INSTALLED_BY == "import":
+    assert archive.STORE.install_all(default_cache().entries()) == {}
 else:
-    bundle.serve("sm_90", 512, "bfloat16", "forward")
+    archive.preinstall("sm_90", 512, "bfloat16", "forward")
 
 compiled, found = [], []
 def listen(*, src, cache_hit, **_):
@@ -54,7 +54,7 @@ def listen(*, src, cache_hit, **_):
 knobs.compilation.listener = listen
 calls = [offline.Sample(heads, kv, n, transposed=t)
          for heads, kv in ((1, 1), (32, 8), (16, 1)) for n in (1, 1000, 1001, 8192) for t in (False, True)]
-calls += [offline.Sample(heads, kv, n, processors=132, queries=few)
+calls += [offline.Sample(heads, kv, n, sms=132, queries=few)
           for heads, kv in ((1, 1), (32, 4)) for n in (1, 4000, 131072) for few in (1, 2, 8, 17)]
 launches = offline.compile_call("sm_90", 512, torch.bfloat16, backward=False, samples=calls)
 modules = offline.helper_modules([launch.kernel for launch in launches], None)
@@ -69,7 +69,7 @@ def carried(tmp_path_factory):
     here = {"FFPA_JIT_CACHE_DIR": str(made / "ours"), "TRITON_CACHE_DIR": str(made / "triton")}
     path, how, note, meta = json.loads(run_python(WARM, **here))
     assert (how, note) == ("built", "")
-    assert meta["kernels"] == 15, "four kernels, with and without a causal mask, and seven for few queries"
+    assert meta["kernels"] == 16, "four kernels, full and causal, one for both, and seven for few queries"
     again = json.loads(run_python(WARM, **here))
     assert again[:2] == [path, "hit"]
     tar = made / "kernels.tar.gz"
@@ -80,8 +80,8 @@ def carried(tmp_path_factory):
     return tar, run_python(f"import sys; sys.argv[1:] = [{str(folder)!r}]\n{LIBCUDA}").strip()
 
 
-@pytest.mark.parametrize(("restored_by", "programs"), [("import", "no"), ("first call", "all")])
-def test_a_later_call_compiles_nothing(carried, tmp_path, monkeypatch, restored_by, programs):
+@pytest.mark.parametrize(("installed_by", "programs"), [("import", "no"), ("first call", "all")])
+def test_a_later_call_compiles_nothing(carried, tmp_path, monkeypatch, installed_by, programs):
     tar, libcuda = carried
     there = {
         "FFPA_JIT_CACHE_DIR": str(tmp_path / "ours"), "TRITON_CACHE_DIR": str(tmp_path / "triton"),
@@ -91,9 +91,9 @@ def test_a_later_call_compiles_nothing(carried, tmp_path, monkeypatch, restored_
         there["PATH"] = ""  # without the program `file` Triton has other names for its C modules
     run_python("from ffpa_jit.cache import default_cache; from pathlib import Path; "
                f"default_cache().import_(Path({str(tar)!r}))", **there)  # fmt: skip
-    played = json.loads(run_python(f"RESTORE = {restored_by!r}\nimport json\n{PLAY}", **there))
+    played = json.loads(run_python(f"INSTALLED_BY = {installed_by!r}\nimport json\n{PLAY}", **there))
     assert played["compiled"] == []
-    assert played["found"] == ["attend", "combine", "row_reference", "score_forward", "value_forward"]
+    assert played["found"] == ["attend", "combine", "fused_forward", "sample_row_max", "score_forward", "value_forward"]
     assert played["modules"] == []
 
 
@@ -104,7 +104,7 @@ def test_what_is_there_is_needed(carried, tmp_path):
              "TRITON_LIBCUDA_PATH": libcuda, "CC": "/bin/false"}  # fmt: skip
     code = PLAY.replace("offline.compile_call(", "[] and offline.compile_call(")
     with pytest.raises(AssertionError, match="cannot be compiled"):
-        run_python(f"RESTORE = 'import'\nimport json\n{code}", **there)
+        run_python(f"INSTALLED_BY = 'import'\nimport json\n{code}", **there)
 
 
 ENUMERATE = """
@@ -153,7 +153,7 @@ try:
 except RuntimeError as error:
     print(error)
 """
-    assert "install it, or set CC" in run_python(code, PATH="")
+    assert "install gcc, or set CC" in run_python(code, PATH="")
 
 
 def test_an_interpreted_kernel_is_not_compiled():
@@ -168,18 +168,18 @@ except RuntimeError as error:
     assert "TRITON_INTERPRET=1 is set" in run_python(code, TRITON_INTERPRET="1")
 
 
-def test_a_bundle_of_another_triton_is_told_and_left(carried, tmp_path):
+def test_an_archive_of_another_triton_is_told_and_left(carried, tmp_path):
     tar, _ = carried
     code = f"""
 import sys
 from pathlib import Path
 from ffpa_jit.cache import default_cache
-from ffpa_jit.triton import bundle
+from ffpa_jit.triton import archive
 default_cache().import_(Path({str(tar)!r}))
-bundle.here = lambda arch: "triton 9.9"
-(_, why), = bundle.restore_all(default_cache().entries())
+archive.compiler_id = lambda arch: "triton 9.9"
+(why,) = archive.STORE.install_all(default_cache().entries()).values()
 print(why)
-bundle.serve("sm_90", 512, "bfloat16", "forward")
+archive.preinstall("sm_90", 512, "bfloat16", "forward")
 print(Path({str(tmp_path / "triton")!r}).exists())
 """
     there = {"FFPA_JIT_CACHE_DIR": str(tmp_path / "ours"), "TRITON_CACHE_DIR": str(tmp_path / "triton")}
@@ -197,10 +197,10 @@ import logging, sys
 logging.basicConfig(stream=sys.stdout, format="%(message)s")
 from pathlib import Path
 from ffpa_jit.cache import default_cache
-from ffpa_jit.triton import bundle
+from ffpa_jit.triton import archive
 default_cache().import_(Path({str(tar)!r}))
-bundle.serve("sm_90", 512, "bfloat16", "forward")
-bundle.serve("sm_90", 512, "bfloat16", "backward")
+archive.preinstall("sm_90", 512, "bfloat16", "forward")
+archive.preinstall("sm_90", 512, "bfloat16", "backward")
 """
     there = {"FFPA_JIT_CACHE_DIR": str(tmp_path / "ours"), "TRITON_CACHE_DIR": str(tmp_path / "file")}
     said = run_python(code, **there).splitlines()
@@ -218,14 +218,14 @@ bundle.serve("sm_90", 512, "bfloat16", "backward")
     ],
 )
 def test_what_has_no_kernels_is_a_value_error(arguments, allowed):
-    from ffpa_jit.triton import bundle
+    from ffpa_jit.triton import archive
 
     with pytest.raises(ValueError, match=allowed):
-        bundle.spec_for(*arguments)
+        archive.spec_for(*arguments)
 
 
 def test_importing_touches_no_triton():
-    code = "import sys, ffpa_jit.triton.bundle, ffpa_jit.warm, ffpa_jit.info; print('triton' in sys.modules)"
+    code = "import sys, ffpa_jit.triton.archive, ffpa_jit.warm, ffpa_jit.info; print('triton' in sys.modules)"
     assert run_python(code).strip() == "False"
 
 
@@ -236,12 +236,12 @@ def test_the_compile_script_and_the_warm_share_one_way_of_compiling():
 
 
 @pytest.mark.parametrize("hostile", ["../../../pwned.txt", "/tmp/pwned.txt", "a/b"])
-def test_a_bundle_cannot_name_a_file_outside_the_cache(tmp_path, hostile):
+def test_an_archive_cannot_name_a_file_outside_the_cache(tmp_path, hostile):
     artefact = tmp_path / "kernels.zip"
-    with zipfile.ZipFile(artefact, "w") as bundle:
+    with zipfile.ZipFile(artefact, "w") as archive:
         manifest = {"kernels": {"A" * 52: [hostile]}, "modules": [], "glibc": ""}
-        bundle.writestr("manifest.json", json.dumps(manifest))
-        bundle.writestr(f"kernels/{'A' * 52}/{hostile}", b"x")
+        archive.writestr("manifest.json", json.dumps(manifest))
+        archive.writestr(f"kernels/{'A' * 52}/{hostile}", b"x")
     entry = SimpleNamespace(artefact=artefact, path=tmp_path)
-    with pytest.raises(ValueError, match="no bundle holds"):
-        restore(entry)
+    with pytest.raises(ValueError, match="no kernel archive holds"):
+        install(entry)

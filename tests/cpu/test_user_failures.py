@@ -20,8 +20,8 @@ from ffpa_jit import (
     ffpa_attn_varlen_func,
 )
 from tests import oracle
-from tests.options import VarlenCase, ring
-from tests.shapes import MaskKind, Packed, Shape, leaves, make, make_mask
+from tests.cases.options import VarlenCase, ring
+from tests.cases.shapes import MaskKind, Packed, Shape, leaves, make, make_mask
 
 pytest.importorskip("triton")
 

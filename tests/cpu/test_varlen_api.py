@@ -20,7 +20,6 @@ from ffpa_jit import (
     ffpa_attn_func,
     ffpa_attn_varlen_backward,
     ffpa_attn_varlen_func,
-    ops_varlen,
     registry,
 )
 from ffpa_jit.problem import Refusal, UnavailableError
@@ -340,7 +339,7 @@ def test_without_a_backend_every_reason_is_told():
 
 def test_a_forward_without_a_backward_is_refused_where_gradients_are_needed(triton):
     triton.has_backward = False
-    registry.changed()
+    registry.invalidate()
     q, k, v, _, cu_q, cu_k = packed()
     with pytest.raises(NotImplementedError, match="computes the gradients"):
         ffpa_attn_varlen_func(q, k, v, cu_q, cu_k, enable_gqa=True)
@@ -372,10 +371,10 @@ def test_a_backend_that_turns_out_unavailable_is_told_among_the_reasons():
             ffpa_attn_varlen_func(q, k, v, cu_q, cu_k, enable_gqa=True, backend="triton")
 
 
-def test_transforms_are_refused(triton):
+def test_forward_mode_derivatives_are_refused(triton):
     q, k, v, _, cu_q, cu_k = packed(grad=False)
-    with pytest.raises(NotImplementedError, match=r"torch\.func"):
-        torch.func.grad(lambda q: ffpa_attn_varlen_func(q, k, v, cu_q, cu_k, enable_gqa=True).sum())(q)
+    with pytest.raises(NotImplementedError, match="forward-mode"):
+        torch.func.jvp(lambda q: ffpa_attn_varlen_func(q, k, v, cu_q, cu_k, enable_gqa=True), (q,), (q,))
 
 
 def test_options_of_a_named_backend_reach_it(triton):
@@ -405,7 +404,7 @@ def test_the_operators_pass_opcheck(triton, options):
 
 
 def test_the_operators_names_tell_checkpoint_policies_what_they_are():
-    schema = ops_varlen.flash_attn_varlen._schema
+    schema = torch.ops.ffpa_jit.flash_attn_varlen.default._schema
     assert "flash_attn" in schema.name
     assert "backward" not in schema.name
     assert "window_size_left" in [argument.name for argument in schema.arguments]

@@ -54,7 +54,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
     """The shapes of the queries that the CuTe-DSL kernels are launched on from here on."""
     seen: list[torch.Size] = []
     forward = dense.forward
-    registry.changed()  # no call goes the short way of one before
+    registry.invalidate()  # no call goes the short way of one before
     monkeypatch.setattr(dense, "repeat", lambda *tensors, **options: None)
 
     def record(launch, query, *tensors, **options):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ffpa_jit.cute.spec import HEAD_DIMS
-from tests.shapes import LAYOUTS, Shape, make
+from tests.cases.shapes import LAYOUTS, Shape, make
 
 DTYPES = (torch.bfloat16, torch.float16)
 

@@ -24,7 +24,7 @@ from ffpa_jit import ffpa_attn_func
 from ffpa_jit.cute import dense
 from ffpa_jit.cute.spec import HEAD_DIMS
 from tests import oracle
-from tests.shapes import Shape, make
+from tests.cases.shapes import Shape, make
 
 
 def cases(head_dims: list[int]) -> list[tuple[Shape, torch.dtype]]:

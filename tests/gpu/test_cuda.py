@@ -19,8 +19,8 @@ from ffpa_jit.cuda import dense, instantiate, kernels, recipe
 from ffpa_jit.cuda.instantiate import HEAD_DIMS
 from ffpa_jit.problem import device_arch
 from tests import oracle, philox
+from tests.cases.shapes import EMPTY, LARGE, LAYOUTS, Shape, far_apart, gemma_like, late_maximum, leaves, make
 from tests.gpu.graphs import capture
-from tests.shapes import EMPTY, LARGE, LAYOUTS, Shape, far_apart, gemma_like, late_maximum, leaves, make
 
 DTYPES = [torch.float16, torch.bfloat16]
 # With fp16 scores the error grows with the products' sizes; on random inputs it stays at a few roundings.

@@ -13,9 +13,9 @@ import torch
 
 from ffpa_jit.cute.spec import served_by
 from tests import oracle
+from tests.cases.shapes import EMPTY, LARGE, Shape, far_apart, gemma_like, late_maximum, make
 from tests.gpu.cute import BF16, DTYPES, attend, on_hopper, run_and_check, same
 from tests.gpu.random_calls import random_call
-from tests.shapes import EMPTY, LARGE, Shape, far_apart, gemma_like, late_maximum, make
 
 pytestmark = on_hopper
 

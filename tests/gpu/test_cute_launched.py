@@ -19,10 +19,10 @@ from ffpa_jit.cute import compile as kernels
 from ffpa_jit.cute import dense
 from ffpa_jit.cute.spec import HEAD_DIMS, served_by
 from tests import oracle
+from tests.cases.shapes import Shape, leaves, make
 from tests.gpu.cute import BF16, FP16, attend, on_hopper, run_and_check, same
 from tests.gpu.graphs import capture
 from tests.gpu.memory import extra_memory
-from tests.shapes import Shape, leaves, make
 
 pytestmark = on_hopper
 
@@ -131,7 +131,7 @@ def test_calls_like_one_before_are_launched_at_once_and_compute_their_own_number
         forwards.append(query.shape)
         return forward(launch, query, *tensors, **options)
 
-    registry.changed()
+    registry.invalidate()
     monkeypatch.setattr(dense, "forward", counted)
     stream = torch.cuda.Stream()
     for i in range(6):
@@ -311,7 +311,7 @@ def test_of_processes_on_a_cold_cache_one_compiles_and_later_ones_only_load(tmp_
     assert sum(result["built"] for result in results) == 1
     assert len({result["sum"] for result in results}) == 1
     assert not any(result["nan"] for result in results)
-    assert len(list((tmp_path / "cache" / kernels.GROUP).glob("*/meta.json"))) == 1
+    assert len(list((tmp_path / "cache" / kernels.STORE.group).glob("*/meta.json"))) == 1
     (later,) = numbers(1)
     assert (later["built"], later["sum"]) == (0, results[0]["sum"])
     assert later["seconds"] < 1.0

@@ -10,44 +10,27 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from ffpa_jit import ffpa_attn_func
 from tests import oracle
+from tests.cases.dense import LARGE, SCORE_ORDERS, STEPS, STRIDED, attend, run_and_check
+from tests.cases.shapes import EMPTY, Shape, far_apart, gemma_like, late_maximum, leaves, make, tensor
 from tests.gpu.graphs import capture
-from tests.shapes import EMPTY, LARGE, Shape, far_apart, gemma_like, late_maximum, leaves, make, tensor
 
 DTYPES = [torch.float16, torch.bfloat16]
 WORKSPACE = 512 * 2**20
 
 
-def attend(shape: Shape, q, k, v, **kwargs):
-    return ffpa_attn_func(
-        q, k, v, is_causal=shape.is_causal, enable_gqa=shape.enable_gqa, backend="triton", return_lse=True, **kwargs
-    )
-
-
-def run_and_check(shape: Shape, q, k, v, grad_out, grad_lse=None, scale=None):
-    q, k, v = leaves(q, k, v)
-    out, lse = attend(shape, q, k, v, scale=scale)
-    outputs, gradients = ((out,), (grad_out,)) if grad_lse is None else ((out, lse), (grad_out, grad_lse))
-    grads = torch.autograd.grad(outputs, (q, k, v), gradients)
-    oracle.check(
-        q, k, v, out=out, lse=lse, grads=grads, grad_out=grad_out, grad_lse=grad_lse, is_causal=shape.is_causal,
-        scale=scale,
-    )  # fmt: skip
-    return out, lse, grads
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", LARGE, ids=str)
+@pytest.mark.parametrize("shape", LARGE.matrix, ids=str)
 def test_forward_and_backward_match_the_oracle(shape, dtype):
     q, k, v, do = make(shape, dtype, "cuda")
     run_and_check(shape, q, k, v, do, grad_lse=torch.randn(do.shape[:3], device="cuda"))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("layout", ["bshd", "expanded", "sliced", "last_stride"])
-def test_any_strides_go_in(layout, dtype):
-    shape = Shape(2, 4, 2, 300, 520, 512, True)
+@pytest.mark.parametrize("layout", STRIDED)
+@pytest.mark.parametrize("shape", LARGE.strided, ids=str)
+def test_any_strides_go_in(shape, layout, dtype):
     q, k, v, _ = make(shape, dtype, "cuda", layout=layout)
-    do = tensor(layout, 2, 4, 300, 512, dtype=dtype, device="cuda")
+    do = tensor(layout, shape.batch, shape.heads_q, shape.len_q, shape.head_dim, dtype=dtype, device="cuda")
     out, _, grads = run_and_check(shape, q, k, v, do)
     assert out.stride() == torch.empty_like(q).stride()
     assert [g.stride() for g in grads] == [torch.empty_like(x).stride() for x in (q, k, v)]
@@ -59,22 +42,22 @@ def test_empty_tensors_give_empty_or_zero_results(shape):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("order", [1, 100, 10_000])
-@pytest.mark.parametrize("shape", [Shape(1, 2, 2, 640, 1000, 512), Shape(1, 2, 1, 640, 1000, 320, True)], ids=str)
+@pytest.mark.parametrize("order", SCORE_ORDERS)
+@pytest.mark.parametrize("shape", LARGE.any_order, ids=str)
 def test_scores_of_any_order_stay_exact(shape, order, dtype):
     q, k, v, do = make(shape, dtype, "cuda")
     run_and_check(shape, q, k, v, do, scale=order * shape.head_dim**-0.5)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("step", [5, 50, 500])
-@pytest.mark.parametrize("shape", [Shape(1, 2, 2, 700, 1000, 512), Shape(1, 2, 1, 1000, 1000, 320, True)], ids=str)
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("shape", LARGE.late_maximum, ids=str)
 def test_rows_whose_maximum_moves_late_stay_exact(shape, step, dtype):
     run_and_check(shape, *late_maximum(shape, dtype, "cuda", step=step))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [Shape(1, 8, 1, 2048, 2048, 512, True), Shape(1, 4, 2, 500, 900, 512)], ids=str)
+@pytest.mark.parametrize("shape", LARGE.gemma_like, ids=str)
 def test_gemma_like_inputs_with_scale_one_stay_exact(shape, dtype):
     run_and_check(shape, *gemma_like(shape, dtype, "cuda"), scale=1.0)
 

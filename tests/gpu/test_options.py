@@ -14,10 +14,10 @@ from torch.utils.checkpoint import checkpoint
 
 from ffpa_jit import TritonBackend, ffpa_attn_func, ffpa_attn_varlen_func
 from tests import oracle, philox
-from tests.gpu.graphs import capture
-from tests.gpu.memory import extra_memory
-from tests.options import (
+from tests.cases.options import (
     ALL,
+    DENSE,
+    VARLEN,
     Case,
     VarlenCase,
     dense_allowed,
@@ -27,9 +27,7 @@ from tests.options import (
     varlen_allowed,
     varlen_case,
 )
-from tests.shapes import (
-    LAYOUTS,
-    LENGTHS,
+from tests.cases.shapes import (
     MaskKind,
     Packed,
     Shape,
@@ -40,59 +38,25 @@ from tests.shapes import (
     make_packed,
     pack,
 )
+from tests.gpu.graphs import capture
+from tests.gpu.memory import extra_memory
 
 DTYPES = [torch.float16, torch.bfloat16]
 BF16 = torch.bfloat16
 WORKSPACE = 512 * 2**20
 
-MASKS = [
-    None,
-    MaskKind("bool", "bk", "right", "few_dims"),
-    MaskKind("bool", "bqk", "left", "expanded"),
-    MaskKind("bool", "bhqk", "empty_rows", "sliced"),
-    MaskKind("bool", "qk", "frames", "transposed"),
-    MaskKind("half", "bhqk", "random"),
-    MaskKind("half", "qk", "minimum", "few_dims"),
-    MaskKind("half", "hk", "values", "expanded"),
-    MaskKind("fp32", "k", "low"),
-    MaskKind("fp32", "bqk", "minimum", "transposed"),
-    MaskKind("fp32", "hq", "values", "sliced"),
-]
-COMMON = {
-    "dtype": DTYPES,
-    "dim": [264, 512, 1024],
-    "window": [ALL, (300, -1), (-1, 40), (100, 129), (0, 0)],
-    "softcap": [0.0, 2.0, 30.0],
-    "dropout_p": [0.0, 0.1, 0.9],
-    "with_lse": [False, True],
-}
-DENSE = {
-    "mask": MASKS,
-    "batch": [1, 2],
-    "heads": [(2, 2), (6, 1), (7, 1), (4, 2), (5, 5)],
-    "lengths": [(1, 2500), (7, 1100), (70, 2000), (900, 300), (777, 777), (300, 1024)],
-    "causal": [False, True],
-    "needs": ["qkvm", "m", "q", "km", "qv", ""],
-    "layout": list(LAYOUTS),
-    "scale": [None, 0.0, -0.1],
-    "memory": [None, 0, 3],
-    **COMMON,
-}
-VARLEN = {
-    "lengths": list(LENGTHS),
-    "times": [1, 7],
-    "heads": [(2, 2), (6, 1), (4, 2)],
-    "is_causal": [False, True],
-    "needs": ["qkv", "q", "kv", ""],
-    "slack": [0, 50],
-    "given": ["int", "tensor", "none"],
-    "memory": [None, 16],
-    **COMMON,
-}
+SIZES = {"dtype": DTYPES, "dim": [264, 512, 1024], "window": [ALL, (300, -1), (-1, 40), (100, 129), (0, 0)]}
+LARGE_DENSE = {
+    **DENSE, **SIZES, "heads": [(2, 2), (6, 1), (7, 1), (4, 2), (5, 5)],
+    "lengths": [(1, 2500), (7, 1100), (70, 2000), (900, 300), (777, 777), (300, 1024)], "memory": [None, 0, 3],
+}  # fmt: skip
+LARGE_VARLEN = {
+    **VARLEN, **SIZES, "heads": [(2, 2), (6, 1), (4, 2)], "times": [1, 7], "slack": [0, 50], "memory": [None, 16],
+}  # fmt: skip
 
 
 def dense_pairs() -> Iterator[object]:
-    for choice in pairwise(DENSE, dense_allowed, seed=2):
+    for choice in pairwise(LARGE_DENSE, dense_allowed, seed=2):
         dtype = choice.pop("dtype")
         case = dense_case(**choice)
         yield pytest.param(case, dtype, id=f"{case}-{dtype}")
@@ -102,7 +66,7 @@ def dense_combinations(count: int) -> Iterator[object]:
     """Random calls, each with two shapes: what a kernel is compiled for does not depend on lengths."""
     draw = random.Random(4)
     for i in range(count):
-        choice = {name: draw.choice(values) for name, values in DENSE.items()}
+        choice = {name: draw.choice(values) for name, values in LARGE_DENSE.items()}
         dtype = choice.pop("dtype")
         choice["dim"] = draw.choice([264, 320, 320, 384, 512, 512, 520, 640, 768, 904, 1024])
         cases = []
@@ -114,7 +78,7 @@ def dense_combinations(count: int) -> Iterator[object]:
 
 
 def varlen_pairs() -> Iterator[object]:
-    for choice in pairwise(VARLEN, varlen_allowed, seed=3):
+    for choice in pairwise(LARGE_VARLEN, varlen_allowed, seed=3):
         dtype = choice.pop("dtype")
         case = varlen_case(**choice)
         yield pytest.param(case, dtype, id=f"{case}-{dtype}")
@@ -123,7 +87,7 @@ def varlen_pairs() -> Iterator[object]:
 def varlen_combinations(count: int) -> Iterator[object]:
     draw = random.Random(5)
     for i in range(count):
-        choice = {name: draw.choice(values) for name, values in VARLEN.items()}
+        choice = {name: draw.choice(values) for name, values in LARGE_VARLEN.items()}
         dtype = choice.pop("dtype")
         longest = draw.choice([3, 40, 300, 1500])
         lens = [(draw.randint(0, longest), draw.randint(0, longest)) for _ in range(draw.randint(1, 12))]

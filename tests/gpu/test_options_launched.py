@@ -11,9 +11,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from ffpa_jit import TritonBackend, ffpa_attn_func, ffpa_attn_varlen_func
 from tests import oracle
+from tests.cases.options import Case, varlen_case
+from tests.cases.shapes import Packed, Shape, leaves, make, make_packed
 from tests.gpu.graphs import capture
-from tests.options import Case, varlen_case
-from tests.shapes import Packed, Shape, leaves, make, make_packed
 
 BF16 = torch.bfloat16
 

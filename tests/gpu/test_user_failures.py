@@ -8,10 +8,10 @@ import torch.nn.functional as F
 
 from ffpa_jit import ffpa_attn_func, ffpa_attn_varlen_func
 from tests import oracle
+from tests.cases.options import VarlenCase, ring
+from tests.cases.shapes import Packed, Shape, leaves, make
 from tests.gpu.graphs import capture
 from tests.gpu.memory import extra_memory
-from tests.options import VarlenCase, ring
-from tests.shapes import Packed, Shape, leaves, make
 
 BF16 = torch.bfloat16
 MIB = 2**20

@@ -16,9 +16,50 @@ from torch import Tensor
 
 from ffpa_jit import TritonBackend, ffpa_attn_backward, ffpa_attn_func, ffpa_attn_varlen_func
 from tests import oracle, philox
-from tests.shapes import MaskKind, Packed, Shape, make, make_mask, make_packed, pack
+from tests.cases.shapes import LAYOUTS, LENGTHS, MaskKind, Packed, Shape, make, make_mask, make_packed, pack
 
 ALL = (-1, -1)
+"""The window that limits nothing."""
+
+MASKS = [
+    None,
+    MaskKind("bool", "bk", "right", "few_dims"),
+    MaskKind("bool", "bqk", "left", "expanded"),
+    MaskKind("bool", "qk", "blocks", "few_dims"),
+    MaskKind("bool", "bhqk", "empty_rows", "sliced"),
+    MaskKind("bool", "hqk", "frames", "transposed"),
+    MaskKind("bool", "q", "random"),
+    MaskKind("half", "bhqk", "random"),
+    MaskKind("half", "qk", "minimum", "few_dims"),
+    MaskKind("half", "hk", "values", "expanded"),
+    MaskKind("half", "bk", "all"),
+    MaskKind("fp32", "k", "low", "few_dims"),
+    MaskKind("fp32", "bqk", "minimum", "transposed"),
+    MaskKind("fp32", "bh", "values"),
+    MaskKind("fp32", "hq", "values", "sliced"),
+]
+EVERYWHERE: dict[str, Sequence[Any]] = {
+    "softcap": [0.0, 2.0, 30.0],
+    "dropout_p": [0.0, 0.1, 0.9],
+    "with_lse": [False, True],
+}
+DENSE: dict[str, Sequence[Any]] = {
+    "mask": MASKS,
+    "batch": [1, 2],
+    "causal": [False, True],
+    "needs": ["qkvm", "m", "q", "km", "qv", ""],
+    "layout": list(LAYOUTS),
+    "scale": [None, 0.0, -0.1],
+    **EVERYWHERE,
+}
+VARLEN: dict[str, Sequence[Any]] = {
+    "lengths": list(LENGTHS),
+    "is_causal": [False, True],
+    "needs": ["qkv", "q", "kv", ""],
+    "given": ["int", "tensor", "none"],
+    **EVERYWHERE,
+}
+"""The values of each option, whatever the size of a call; what depends on that is its test's."""
 
 
 def pairwise(options: dict[str, Sequence[Any]], allowed: Callable[..., bool], seed: int = 0) -> list[dict[str, Any]]:

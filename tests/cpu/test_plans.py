@@ -1,5 +1,5 @@
-"""Calls like one before: they skip what was decided, and only that. The kernel is a stand-in that computes, on the CPU,
-what it is told to."""
+"""The plan table: a call with a cached plan skips what was decided, and only that. The kernel is a stand-in that
+computes, on the CPU, what it is launched for."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ffpa_jit import attention, context, dispatch, ffpa_attn_func, registry, repeats
+from ffpa_jit import context, dispatch, ffpa_attn_func, plan_table, registry, request
 from ffpa_jit.cute import backend as cute
 from ffpa_jit.cute import dense
-from ffpa_jit.problem import Refusal, UnavailableError
+from ffpa_jit.problem import Refusal
 from tests.cpu.conftest import ROOT, run_python
 from tests.cpu.test_cute_dense import attend, launch, rand
 
@@ -21,7 +21,7 @@ class Machine:
     """Counts what a call passes through."""
 
     def __init__(self) -> None:
-        self.decided = self.forwards = self.launches = 0
+        self.decided = self.launches = 0
         self.places: list[int] = []
 
     def launch(self, *arguments):
@@ -30,10 +30,10 @@ class Machine:
         launch(*arguments)
 
     @property
-    def since(self) -> tuple[int, int, int]:
-        """(decisions, forwards, launches) since the last time it was asked."""
-        found = self.decided, self.forwards, self.launches
-        self.decided = self.forwards = self.launches = 0
+    def since(self) -> tuple[int, int]:
+        """(decisions, launches) since the last time it was asked."""
+        found = self.decided, self.launches
+        self.decided = self.launches = 0
         return found
 
 
@@ -41,7 +41,7 @@ class Machine:
 def machine(monkeypatch):
     """CPU tensors that the CuTe-DSL backend takes for those of a Hopper GPU."""
     seen = Machine()
-    for module in (attention, repeats, cute):
+    for module in (request, cute):
         monkeypatch.setattr(module, "device_arch", lambda *device: "sm_90")
     monkeypatch.setattr(registry, "_loaded", {**registry._loaded, "cutedsl": cute.BACKEND})
     monkeypatch.setattr(dispatch, "_common_refusals", lambda call: ())
@@ -49,23 +49,18 @@ def machine(monkeypatch):
     monkeypatch.setattr(cute, "_loaded", lambda spec: seen.launch)
     monkeypatch.setattr(context, "current_device", lambda: None)
     monkeypatch.setattr(dense, "_clusters", lambda device: 66)
-    monkeypatch.setattr(dense, "_stream", lambda device: 0)
-    forward, decide = cute.CuTeKernels.forward, dispatch.decide
-
-    def counted_forward(self, *tensors, **options):
-        seen.forwards += 1
-        return forward(self, *tensors, **options)
+    monkeypatch.setattr(context, "stream", lambda device: 0)
+    decide = dispatch.decide
 
     def counted_decide(*arguments):
         seen.decided += 1
         return decide(*arguments)
 
-    monkeypatch.setattr(cute.CuTeKernels, "forward", counted_forward)
     monkeypatch.setattr(dispatch, "decide", counted_decide)
-    registry.changed()
+    registry.invalidate()
     dense._form.cache_clear()
     yield seen
-    registry.changed()
+    registry.invalidate()
     dense._form.cache_clear()
 
 
@@ -84,16 +79,17 @@ def right(found, q, k, v, scale=264**-0.5):
     torch.testing.assert_close(found[1], lse)
 
 
-def test_a_call_like_one_before_goes_straight_to_the_kernel_with_its_own_numbers(machine):
+def test_a_call_with_a_cached_plan_goes_straight_to_the_kernel(machine):
     first = tensors()
     right(run(*first), *first)
-    assert machine.since == (1, 1, 1)
+    assert machine.since == (1, 1)
     for scale in (None, 0.3, 2):
-        again = tensors()
-        found = run(*again, scale=scale)
-        right(found, *again, 264**-0.5 if scale is None else scale)
-        assert found[0].stride() == again[0].stride()
-        assert machine.since == (0, 0, 1)
+        for decided in (int(scale is not None), 0):
+            again = tensors()
+            found = run(*again, scale=scale)
+            right(found, *again, 264**-0.5 if scale is None else scale)
+            assert found[0].stride() == again[0].stride()
+            assert machine.since == (decided, 1)
 
 
 def test_only_the_output_is_returned_where_only_that_is_asked_for(machine):
@@ -101,8 +97,8 @@ def test_only_the_output_is_returned_where_only_that_is_asked_for(machine):
         q, k, v = tensors()
         out = ffpa_attn_func(q, k, v, enable_gqa=True, backend="cutedsl")
         torch.testing.assert_close(out, attend(q, k, v, 264**-0.5)[0].to(q.dtype), atol=1e-2, rtol=1e-2)
-    assert machine.since == (1, 1, 3)
-    assert [bool(lse) for lse in machine.places] == [True, False, False]  # where the kernel is to write it
+    assert machine.since == (1, 3)
+    assert [bool(lse) for lse in machine.places] == [False] * 3  # where the kernel is to write it
 
 
 def moved(x):
@@ -110,47 +106,49 @@ def moved(x):
     return torch.empty(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape).copy_(x)
 
 
-def test_what_differs_in_more_than_numbers_goes_the_long_way(machine):
+def test_another_layout_is_decided_anew_and_another_alignment_is_copied(machine):
     q, k, v = tensors()
     run(q, k, v)
     machine.since  # noqa: B018
     longer = rand(2, 2, 8, 264)
     right(run(q, longer, longer), q, longer, longer)
-    assert machine.since == (1, 1, 1)
+    assert machine.since == (1, 1)
     transposed = q.transpose(1, 2).contiguous().transpose(1, 2)
     right(run(transposed, k, v), q, k, v)
-    assert machine.since == (0, 1, 1)  # the same decision, another launch
+    assert machine.since == (1, 1)
     right(run(moved(q), moved(k), v), q, k, v)
-    assert machine.since == (0, 1, 1)
+    assert machine.since == (0, 1)
     right(run(q, k, v), q, k, v)
-    assert machine.since == (0, 0, 1)
+    assert machine.since == (0, 1)
 
 
-def test_gradients_go_the_long_way_and_a_call_without_them_does_not(machine):
+def test_gradients_are_part_of_the_key(machine):
     q, k, v = tensors()
     run(q, k, v)
     machine.since  # noqa: B018
     q.requires_grad_()
     out, _ = run(q, k, v)
     assert out.requires_grad
-    assert machine.since == (1, 1, 1)
+    assert machine.since == (1, 1)
+    assert run(q, k, v)[0].requires_grad
+    assert machine.since == (0, 1)
     with torch.no_grad():
         out, _ = run(q, k, v)
     assert not out.requires_grad
-    assert machine.since == (0, 0, 1)
+    assert machine.since == (0, 1)
 
 
 def test_what_changes_the_decision_is_heeded(machine, monkeypatch):
     q, k, v = tensors()
     run(q, k, v)
     run(q, k, v)
-    assert machine.since == (1, 1, 2)
+    assert machine.since == (1, 2)
     monkeypatch.setenv("FFPA_JIT_WORKSPACE_MB", "7")
     run(q, k, v)
     assert machine.since[0] == 1
-    registry.changed()
+    registry.invalidate()
     run(q, k, v)
-    assert machine.since == (1, 1, 1)
+    assert machine.since == (1, 1)
     monkeypatch.setattr(context, "current_device", lambda: 1)  # and the tensors are on another one
     monkeypatch.setattr(cute.torch.cuda, "device", lambda device: pytest.fail("the long way"))
     with pytest.raises(pytest.fail.Exception, match="the long way"):
@@ -185,7 +183,7 @@ def test_a_decision_from_before_a_change_is_not_kept_beyond_it(machine, monkeypa
     thread.start()
     assert judge.decided.wait(60)
     judge.refuses = True
-    registry.changed()
+    registry.invalidate()
     judge.may_go_on.set()
     thread.join()
     for _ in range(2):
@@ -193,68 +191,58 @@ def test_a_decision_from_before_a_change_is_not_kept_beyond_it(machine, monkeypa
             run(q, k, v)
 
 
-def test_a_call_in_the_midst_of_a_change_keeps_nothing_from_before(machine, monkeypatch):
-    judge, (q, k, v) = Judge(monkeypatch), tensors()
-    run(q, k, v)
-    seen = []
-
-    def call():
-        with pytest.raises(NotImplementedError, match="it is gone"):
-            run(q, k, v)
-        seen.append(True)
-
-    listeners = list(registry._listeners)
-    monkeypatch.setattr(registry, "_listeners", [call, *(each for old in listeners for each in (old, call))])
-    judge.refuses = True
-    registry.changed()
-    assert len(seen) == len(listeners) + 1
-    call()
-
-
-def test_a_call_that_has_run_does_not_fail_for_its_short_way(machine, monkeypatch):
-    def gone(*tensors, **options):
-        raise UnavailableError("the cache was emptied meanwhile")
-
-    monkeypatch.setattr(dense, "repeat", gone)
-    for _ in range(2):
-        q, k, v = tensors()
-        right(run(q, k, v), q, k, v)
-
-
-def test_a_derived_backend_with_a_forward_of_its_own_has_no_short_way_but_its_own(machine):
+def test_a_derived_backend_plans_for_itself(machine):
     class Doubled(cute.CuTeKernels):
-        def forward(self, *tensors, **options):
-            out, lse = super().forward(*tensors, **options)
-            return out * 2, lse
-
-    class Both(Doubled):
-        def shortcut(self, query, key, value, out, **options):
-            short = super().shortcut(query, key, value, out, **options)
-            return lambda *arguments: (short(*arguments)[0] * 2, short(*arguments)[1])
+        def plan_forward(self, params, options, wants_lse):
+            forward = super().plan_forward(params, options, wants_lse)
+            return lambda *tensors: (forward(*tensors)[0] * 2, forward(*tensors)[1])
 
     q, k, v = tensors()
     expected = attend(q, k, v, 264**-0.5)[0].to(q.dtype) * 2
-    for kind, launches in ((Doubled, 3), (Both, 5)):
-        machine.since  # noqa: B018
-        with registry.replaced("cutedsl", kind()):
-            for _ in range(3):
-                torch.testing.assert_close(run(q, k, v)[0], expected, atol=2e-2, rtol=1e-2)
-        assert machine.since[2] == launches
+    run(q, k, v)
+    with registry.replaced("cutedsl", Doubled()):
+        for _ in range(3):
+            torch.testing.assert_close(run(q, k, v)[0], expected, atol=2e-2, rtol=1e-2)
+    right(run(q, k, v), q, k, v)
+
+
+def test_of_a_decoding_step_the_number_of_keys_is_not_in_the_key(machine):
+    q = rand(2, 4, 1, 264)
+    for length in (70, 71, 90, 127):
+        k = rand(2, 2, length, 264)
+        right(run(q, k, k), q, k, k)
+    assert machine.since == (1, 4)
+    many = rand(2, 4, 65, 264)
+    for length in (70, 71):
+        k = rand(2, 2, length, 264)
+        right(run(many, k, k), many, k, k)
+    assert machine.since == (2, 2)
+    k = rand(2, 2, 3, 264)
+    for length in (4, 2):  # what one length allows, another of the same key must not be let through by
+        few = rand(2, 4, length, 264)
+        if length > 3:
+            with pytest.raises(ValueError, match="at least as many keys"):
+                run(few, k, k, is_causal=True)
+        else:
+            run(few, k, k, is_causal=True)
+            with pytest.raises(ValueError, match="value"):
+                run(few, k, rand(2, 2, 2, 264))
 
 
 TOGGLED = """
 import os, torch
-from ffpa_jit import explain, ffpa_attn_func, registry, repeats
+from ffpa_jit import explain, ffpa_attn_func
+from ffpa_jit.triton import plans
 q, k, v = (torch.randn(1, 1, 5, 264, dtype=torch.float16) for _ in range(3))
-ran = []
+ran, launches = [], []
+run = plans.Forward.__call__
+plans.Forward.__call__ = lambda self, *tensors: (launches.append(1), run(self, *tensors))[1]
 for setting in "10101":
     os.environ["TRITON_INTERPRET"] = setting
     for _ in range(2):
+        launches.clear()
         ffpa_attn_func(q, k, v)
-    form = repeats.form_of(
-        q, k, v, False, False, False, False, (-1, -1), 0.0, None, None, False, registry.epoch()
-    )
-    ran.append(repeats.find(form).plan.forward)
+    ran.append("triton" if launches else "sdpa")
     assert explain(q, k, v).forward == ran[-1]
 print(*ran)
 """
@@ -308,28 +296,10 @@ def test_compilers_and_modes_see_the_operator(machine):
     assert "ffpa_jit.flash_attn.default" in names.seen
 
 
-class Nothing(TorchDispatchMode):
-    """No operation on tensors is allowed."""
-
-    def __torch_dispatch__(self, operation, *rest):
-        raise AssertionError(f"{operation} is run")
-
-
-def test_to_ask_for_a_short_way_takes_no_memory(machine):
-    for q in (rand(2, 4, 9, 264), rand(2, 9, 4, 264).transpose(1, 2), rand(2, 8, 9, 264)[:, ::2]):
-        _, k, v = tensors()
-        out = torch.empty_like(q)
-        with Nothing():  # an output to look at, of a call that fills the memory, was one too many
-            short = cute.BACKEND.shortcut(q, k, v, out, is_causal=False, wants_lse=True)
-        found = short(q, k, v, 0.1)
-        right(found, q, k, v, 0.1)
-        assert found[0].stride() == out.stride()
-
-
-def test_no_more_than_so_many_forms_are_kept(machine, monkeypatch):
-    monkeypatch.setattr(repeats, "_MOST", 5)
-    for length in range(1, 20):
+def test_no_more_than_so_many_plans_are_kept(machine, monkeypatch):
+    monkeypatch.setattr(plan_table, "MOST", 5)
+    for length in range(65, 84):
         k = rand(1, 1, length, 264)
-        run(rand(1, 1, 1, 264), k, k)
-        assert len(repeats._known) <= 5
-    assert machine.since == (19, 19, 19)
+        run(rand(1, 1, 65, 264), k, k)
+        assert len(plan_table.current()) <= 5
+    assert machine.since == (19, 19)
