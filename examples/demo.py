@@ -155,15 +155,14 @@ def without_a_gpu(head_dim: int) -> bool:
 def compile_one_cuda_kernel(head_dim: int) -> bool:
     """For sm_90, into the cache, where a compiler is found."""
     from ffpa_jit.cuda import kernels
-    from ffpa_jit.cuda.build import find_compiler
     from ffpa_jit.cuda.instantiate import spec_for
 
-    compiler = find_compiler()
+    compiler = kernels.STORE.compiler()
     if compiler is None:
         print("\nno nvcc and no NVRTC: no CUDA kernel is compiled (`ffpa-jit info` says what was looked for)")
         return True
     entry, how, seconds = kernels.warm(spec_for("sm_90", head_dim, "bf16"))
-    print(f"\nCUDA kernel {entry.path.name}: {how} in {seconds:.1f} s with {compiler.ident}")
+    print(f"\nCUDA kernel {entry.path.name}: {how} in {seconds:.1f} s with {compiler.id}")
     return entry.artefact.is_file()
 
 

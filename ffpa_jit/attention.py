@@ -22,6 +22,9 @@ __all__ = ["BackendChoice", "Window", "explain", "ffpa_attn_func"]
 BackendChoice = str | Backend | None
 Window = tuple[int | None, int | None] | None
 
+# What may stand in a plan key. A tensor of one element is a number as well, but not the same one at the next call.
+_NUMBERS = frozenset((int, float, bool))
+
 _NAME = "ffpa_attn_func"
 _OPTIONS = "Its options are attn_mask, dropout_p, is_causal, scale, enable_gqa, return_lse, window_size and softcap."
 
@@ -139,6 +142,9 @@ def ffpa_attn_func(
         and not query.is_nested
         and query.shape[3] > 256
         and not unsupported
+        and type(dropout_p) in _NUMBERS
+        and (scale is None or type(scale) in _NUMBERS)
+        and type(softcap) in _NUMBERS
         and ops.unwatched(query, key, value)
     ):
         if torch._C._is_any_autocast_enabled():

@@ -92,6 +92,14 @@ def test_a_call_with_a_cached_plan_goes_straight_to_the_kernel(machine):
             assert machine.since == (decided, 1)
 
 
+def test_a_number_that_is_a_tensor_is_read_at_every_call(machine):
+    scale = torch.tensor(0.3)
+    for value in (0.3, 0.3, 0.1):
+        scale.fill_(value)
+        q, k, v = tensors()
+        right(run(q, k, v, scale=scale), q, k, v, float(scale))
+
+
 def test_only_the_output_is_returned_where_only_that_is_asked_for(machine):
     for _ in range(3):
         q, k, v = tensors()
