@@ -145,7 +145,7 @@ def ffpa_attn_func(
         and type(dropout_p) in _NUMBERS
         and (scale is None or type(scale) in _NUMBERS)
         and type(softcap) in _NUMBERS
-        and ops.unwatched(query, key, value)
+        and (ops.unwatched(query, key, value) if attn_mask is None else ops.unwatched(query, key, value, attn_mask))
     ):
         if torch._C._is_any_autocast_enabled():
             query, key, value = arguments.autocast(query), arguments.autocast(key), arguments.autocast(value)
@@ -230,8 +230,8 @@ def _launch(
         mask = masks.to_4d(mask, lead, problem.batch)
     rng = _draw(query) if request.dropout_p > 0 else None
     params = request.params()
-    empty = 0 in q.shape or k.shape[2] == 0  # no backend is asked: the operator answers
-    if ops.unwatched(*((q, k, v) if mask is None else (q, k, v, mask))) and not empty:
+    plain = ops.unwatched(*((q, k, v) if mask is None else (q, k, v, mask)))
+    if plain and 0 not in q.shape and k.shape[2]:  # of empty tensors no backend is asked: the operator answers
         # The plan of a call that asks for the LSE, or needs it for gradients, makes one.
         wants_lse = request.return_lse or bool(choice.backward_text)
         planned = plan.of(q, params, choice.forward_text, choice.backward_text, wants_lse)

@@ -7,6 +7,7 @@ import threading
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ffpa_jit import context, dispatch, ffpa_attn_func, plan_table, registry, request
@@ -14,6 +15,7 @@ from ffpa_jit.cute import backend as cute
 from ffpa_jit.cute import dense
 from ffpa_jit.problem import Refusal
 from tests.cpu.conftest import ROOT, run_python
+from tests.cpu.fakes import FakeTriton, Refusing
 from tests.cpu.test_cute_dense import attend, launch, rand
 
 
@@ -302,6 +304,24 @@ def test_compilers_and_modes_see_the_operator(machine):
     with Names() as names:
         run(q, k, v)
     assert "ffpa_jit.flash_attn.default" in names.seen
+
+
+def test_a_mask_that_is_not_what_its_memory_says_is_read_as_what_it_is():
+    """A lazily negated view has the shape, the strides and the type of a plain mask."""
+    q, k, v = (rand(1, 2, n, 264).to(torch.float16) for n in (66, 70, 70))
+    mask = torch.view_as_complex(torch.randn(66, 70, 2)).conj().imag
+    assert mask.is_neg()
+    backend = FakeTriton()
+    with registry.replaced("triton", backend), registry.replaced("cuda", Refusing()):
+        plain = mask.resolve_neg().clone(memory_format=torch.preserve_format)
+        strided = torch.view_as_real(torch.zeros(66, 70, dtype=torch.complex64))[..., 1].copy_(plain)
+        assert strided.stride() == mask.stride()
+        for given in (strided, mask, strided):
+            out = ffpa_attn_func(q, k, v, given)
+            expected = F.scaled_dot_product_attention(q.float(), k.float(), v.float(), plain)
+            torch.testing.assert_close(out.float(), expected, atol=4e-3, rtol=4e-3)
+    assert len(backend.calls) == 3
+    assert not any(call["attn_mask"].is_neg() for call in backend.calls)  # kernels read memory
 
 
 def test_no_more_than_so_many_plans_are_kept(machine, monkeypatch):
